@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from relaygr.client import Ended, RankOutcome
+from relaygr.demo.data import retrieval_text
 from relaygr.demo.quality import compare_quality
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import BehaviourEvent, History, RankingResult, StageTimings
 from relaygr.schemas.messages import Path as RankingPath
-from relaygr.traffic.held_out import FoundCandidates, HeldOutPopulation
+from relaygr.traffic.held_out import FoundCandidates, HeldOutPopulation, search_of
 from relaygr.traffic.player import Player
 from relaygr.traffic.population import population_of
 from relaygr.traffic.records import ImpressionRecord
@@ -27,7 +28,7 @@ from relaygr.traffic.schedule import HISTORY_LEAD_US, impressions
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.training.options import Protocol
 from relaygr.training.pipeline import Progress, train_ranker
-from relaygr.training.retrieval import ItemSearch
+from relaygr.training.retrieval import BaselineSearch, ItemSearch, best_retrieval
 from relaygr.training.runs import Run
 from relaygr.training.splits import Part, split_log
 from tests.training.made_logs import QUICK, Recorder, cyclic_log, write_inter
@@ -46,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     log = write_inter(folder / "log.inter", LOG)
     progress = Progress(Recorder(), lambda name, steps: None, lambda: None)
     options = replace(QUICK, epochs=12, learning_rate=5e-3)
-    train_ranker(LOG, [log], options, Run(folder / "ranker"), progress, with_baselines=False)
+    train_ranker(LOG, [log], options, Run(folder / "ranker"), progress)
     return folder / "ranker"
 
 
@@ -119,6 +120,31 @@ def test_retrieval_finds_most_of_the_next_items(
         candidates = source.of(each)
         assert len(set(candidates.tolist())) == settings.candidates
         assert np.isin(candidates, population.items).all()
+        found += each.next_item in candidates
+    assert found > 0.6 * len(played), "by chance it would be a third"
+
+
+@pytest.mark.parametrize("name", ["ials", "item neighbours"])
+def test_the_retrieval_that_found_most_in_validation_finds_the_candidates(
+    run: Path, settings: TrafficSettings, population: HeldOutPopulation, tmp_path: Path, name: str
+) -> None:
+    """A baseline is fitted again with the parameters of the run."""
+    shutil.copytree(run.parent, tmp_path / "data")
+    copied = Run(tmp_path / "data" / "ranker")
+    metrics = copied.read_json("metrics.json")
+    shares = metrics["found_shares"]
+    assert set(shares) == {"retrieval", "ials", "item neighbours"} and max(shares.values()) <= 1
+    assert best_retrieval(copied) == max(shares, key=shares.__getitem__)
+    copied.write_json("metrics.json", {**metrics, "found_shares": {**shares, name: 1.1}})
+    search = search_of(copied.folder, None)
+    assert isinstance(search, BaselineSearch)
+    assert f"{name}, the best in the validation part" in retrieval_text(copied, None)
+    played = list(impressions(settings, population))
+    found = 0
+    for each in played:
+        history = population.sequence(each.user)[: each.history_length]
+        candidates = search.find(history, settings.candidates, history.items[:0])
+        assert len(set(candidates.tolist())) == settings.candidates
         found += each.next_item in candidates
     assert found > 0.6 * len(played), "by chance it would be a third"
 

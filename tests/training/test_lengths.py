@@ -10,7 +10,7 @@ import pytest
 
 from relaygr.runtime.errors import RelayError
 from relaygr.training.lengths import Asked, LengthPoint, deadline_loss, evaluate_lengths, lengths_up_to
-from relaygr.training.models import RankerModel
+from relaygr.training.models import CascadeModel, RankerModel, RetrievalModel
 from relaygr.training.options import Protocol
 from relaygr.training.pipeline import Progress, train_ranker
 from relaygr.training.ranking import NDCG, Estimate, Judged, judge
@@ -50,8 +50,9 @@ def test_each_point_has_the_same_users_and_the_last_one_serves_all(run: Run) -> 
     last = worth.points[-1]
     assert last.against_whole == Estimate(0.0, 0.0, 0.0, users.size)
     checkpoint = load_checkpoint(run.checkpoint)
-    whole = judge(SPLIT, RankerModel(SPLIT, checkpoint.config, dict(checkpoint.tensors)), Part.TEST, users)
-    assert last.metrics == whole.summary()
+    parts = [kind(SPLIT, checkpoint.config, dict(checkpoint.tensors)) for kind in (RetrievalModel, RankerModel)]
+    assert last.metrics == judge(SPLIT, CascadeModel(*parts), Part.TEST, users).summary()
+    assert last.retrieval == judge(SPLIT, parts[0], Part.TEST, users).summary()[NDCG] != worth.points[0].retrieval
     assert worth.points[0].metrics != last.metrics
     assert all(0 < point.hit_ms < point.full_ms for point in worth.points)
     none, all_fit = worth.deadlines
@@ -77,7 +78,7 @@ def test_a_deadline_between_two_lengths_loses_the_difference_of_the_same_users()
     judged = {length: Judged(np.arange(3), {NDCG: np.array(values)}) for length, values in ndcg.items()}
     unused = Estimate(0, 0, 0, 3)
     times = {16: (2.0, 1.0), 32: (4.0, 1.5), 64: (8.0, 2.0)}
-    points = [LengthPoint(length, 3, {}, unused, *times[length]) for length in ndcg]
+    points = [LengthPoint(length, 3, {}, unused, unused, *times[length]) for length in ndcg]
     found = deadline_loss(5.0, points, judged)
     assert (found.truncated, found.relayed) == (32, 64)
     assert found.loss is not None and found.loss.mean == pytest.approx((0.3 + 0.1 + 0.0) / 3)

@@ -312,7 +312,7 @@ def _print_worth(worth: Worth) -> None:
     names = list(worth.points[0].metrics)
     table = figures_table(
         f"{worth.users:,} users with {worth.shortest_log:,} behaviours or more, served their newest",
-        "so long", *names, "ndcg@10 - whole", "T_full ms", "T_hit ms",
+        "so long", *names, "ndcg@10 - whole", "of retrieval", "T_full ms", "T_hit ms",
     )  # fmt: skip
     for point in worth.points:
         table.add_row(
@@ -320,6 +320,7 @@ def _print_worth(worth: Worth) -> None:
             f"{point.whole:,}",
             *(point.metrics[name].with_half_width() for name in names),
             point.against_whole.with_interval(),
+            point.retrieval.with_half_width(),
             f"{point.full_ms:.2f}",
             f"{point.hit_ms:.2f}",
         )

@@ -77,12 +77,29 @@ def trained_run(console: Console, folder: Path) -> Run:
     console.print(f"training   a ranker, {limit}; it is kept in {run.folder}")
     with progress_bars() as bars:
         progress = Progress(EpochLines(bars, console, options), bars.began, bars.stepped)
-        finished = train_ranker(log, [log_file], options, run, progress, with_baselines=False)
+        finished = train_ranker(log, [log_file], options, run, progress)
     for name, metrics in finished.test.items():
         console.print(f"           {name}: NDCG@10 {metrics['ndcg@10'].with_half_width()} over all items")
     for note in finished.notes:
         console.print(f"           {note}")
     return run
+
+
+def retrieval_text(run: Run, retrieval: Path | None) -> str:
+    """Which retrieval finds the candidates, and how much each that the run has found. Raises RelayError."""
+    from relaygr.training.models import RETRIEVAL
+    from relaygr.training.retrieval import best_retrieval
+    from relaygr.training.runs import FOUND_SHARES, METRICS_FILE
+    from relaygr.training.sampling import FOUND
+
+    if retrieval is not None:
+        return f"{retrieval}, as asked"
+    names = {RETRIEVAL: "the ranker's own"}
+    best = best_retrieval(run)
+    shares = ", ".join(
+        f"{names.get(name, name)} {share:.0%}" for name, share in run.read_json(METRICS_FILE)[FOUND_SHARES].items()
+    )
+    return f"{names.get(best, best)}, the best in the validation part: of its items {FOUND} candidates had: {shares}"
 
 
 def _log_in(folder: Path) -> Path:

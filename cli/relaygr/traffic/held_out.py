@@ -1,8 +1,8 @@
 """The test part of a training run as traffic, with the candidates that its ranker retrieves.
 
 Each test behaviour is one impression: its request is ranked on the behaviours before it, and the behaviour is published
-after it. The candidates are found by exact search over the ranker's item embeddings, or those of `traffic.retrieval`,
-from the retrieval event on.
+after it. The candidates are found from the retrieval event on, by exact search: with `traffic.retrieval`, or with what
+found most of the validation part, the ranker's own retrieval or a baseline.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.traffic.population import LogPopulation
 from relaygr.traffic.schedule import Impression
 from relaygr.traffic.settings import TrafficSettings
-from relaygr.training.logs import usable
-from relaygr.training.retrieval import GraphSearch, ItemSearch
+from relaygr.training.logs import Log, usable
+from relaygr.training.models import RETRIEVAL
+from relaygr.training.retrieval import BaselineSearch, GraphSearch, ItemSearch, best_retrieval
 from relaygr.training.runs import Run
 from relaygr.training.splits import Part, Split, split_log
 from relaygr.training_progress import training_log
@@ -68,11 +69,24 @@ def held_out_population(folder: Path, settings: TrafficSettings) -> HeldOutPopul
             "traffic.held_out publishes each behaviour before the next impression, and what follows a history is what "
             "the ranker has to find: set traffic.suffix=0."
         )
-    run = Run(folder)
+    log, split = _log_of(Run(folder))
+    return HeldOutPopulation(split, log.times_ms, settings)
+
+
+def _log_of(run: Run) -> tuple[Log, Split]:
     names = recorded_map(run.described())
     log = usable(training_log([read_interactions(path, log_map=names) for path in run.log_paths()]))
     run.require_log(log)
-    return HeldOutPopulation(split_log(log, run.options().protocol), log.times_ms, settings)
+    return log, split_log(log, run.options().protocol)
+
+
+def search_of(folder: Path, retrieval: Path | None) -> ItemSearch | BaselineSearch | GraphSearch:
+    """The file of retrieval, or without one the best retrieval of the run in this folder. Raises RelayError."""
+    if retrieval is not None:
+        return GraphSearch(retrieval)
+    run = Run(folder)
+    name = best_retrieval(run)
+    return ItemSearch(run.checkpoint) if name == RETRIEVAL else BaselineSearch(run, _log_of(run)[1], name)
 
 
 def use_one_thread() -> None:
@@ -85,9 +99,7 @@ class FoundCandidates:
 
     def __init__(self, folder: Path, settings: TrafficSettings, population: HeldOutPopulation) -> None:
         """Raises RelayError for a run without a checkpoint, or a file that is no retrieval."""
-        self._search = (
-            ItemSearch(Run(folder).checkpoint) if settings.retrieval is None else GraphSearch(settings.retrieval)
-        )
+        self._search = search_of(folder, settings.retrieval)
         self._count, self._population = settings.candidates, population
         self._thread = ThreadPoolExecutor(1, "retrieval")
         self._begun: dict[int, Future[NDArray[np.int64]]] = {}

@@ -1,8 +1,9 @@
 """What a longer history is worth: the same users, served their newest 16, 32, ... behaviours.
 
-Users, held-out behaviours and candidates are the same at every length; only the served history differs. So each length
-is compared with the whole history in pairs. T_full and T_hit are of the worker's engine on this machine: the whole
-history and the candidates, and the candidates alone against cached K,V.
+Users, held-out behaviours and candidates, which retrieval finds by the whole history, are the same at every length;
+only the history that is ranked on differs. So each length is compared with the whole history in pairs. T_full and T_hit
+are of the worker's engine on this machine: the whole history and the candidates, and the candidates alone against
+cached K,V.
 
 A worker that would miss its deadline serves the longest history whose T_full fits. The loss by a deadline is the
 difference between that length and the whole history, which the relay serves if T_hit fits.
@@ -20,8 +21,8 @@ import numpy as np
 
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.json_values import finite
-from relaygr.training.models import RankerModel
-from relaygr.training.ranking import NDCG, Estimate, Judged, estimate, judge
+from relaygr.training.models import CascadeModel, RankerModel, RetrievalModel
+from relaygr.training.ranking import NDCG, Estimate, Judged, Model, estimate, judge
 from relaygr.training.runs import Run
 from relaygr.training.splits import Part, Split
 from relaygr.worker.device import open_device, set_threads
@@ -44,8 +45,11 @@ class LengthPoint:
     whole: int
     """Users whose history has at least this length; the others are served all they have."""
     metrics: dict[str, Estimate]
+    """Of the ranking of what retrieval finds by the whole history."""
     against_whole: Estimate
     """NDCG@10 less that of the longest length, in pairs."""
+    retrieval: Estimate
+    """NDCG@10 of the retrieval of the same checkpoint, served this length too."""
     full_ms: float
     """Median T_full at this length."""
     hit_ms: float
@@ -112,10 +116,18 @@ def evaluate_lengths(
     lengths = lengths_up_to(min(int(histories.max()), checkpoint.config.max_prefix_behaviours))
     set_threads(asked.threads)
     tensors = dict(checkpoint.tensors)
-    began("ranking", len(lengths) * users.size)
+    began("ranking and retrieving", 2 * len(lengths) * users.size)
+    config, candidates_by = checkpoint.config, RetrievalModel(split, checkpoint.config, tensors)
+
+    def judged_by(model: Model) -> Judged:
+        return judge(split, model, Part.TEST, users, on_user=stepped)
+
     judged = {
-        length: judge(split, RankerModel(split, checkpoint.config, tensors, length), Part.TEST, users, on_user=stepped)
+        length: judged_by(CascadeModel(candidates_by, RankerModel(split, config, tensors, length)))
         for length in lengths
+    }
+    retrieved = {
+        length: judged_by(RetrievalModel(split, config, tensors, length)).summary()[NDCG] for length in lengths
     }
     began("measuring T_full and T_hit", len(lengths) * _ROUNDS)
     candidates = min(asked.candidates, checkpoint.config.max_candidates)
@@ -127,6 +139,7 @@ def evaluate_lengths(
             int((histories >= length).sum()),
             judged[length].summary(),
             _difference(judged[length], whole),
+            retrieved[length],
             *times[length],
         )
         for length in lengths

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from relaygr.training.layers import Tensors
 from relaygr.training.ranker import LIKED, NEXT, score_items, search_row
-from relaygr.training.ranking import Model
+from relaygr.training.ranking import Model, candidates_of
 from relaygr.training.sampling import FOUND
 from relaygr.training.sequence_loss import cosines
 from relaygr.training.splits import Part, Split
@@ -87,3 +89,16 @@ def _served(split: Split, user: int, part: Part, most: int) -> slice:
     """The places in the split of a history."""
     start, end = int(split.starts[user]), split.history_end(user, part)
     return slice(max(start, end - most) if most else start, end)
+
+
+def found_share(split: Split, model: Model, users: NDArray[np.int64], on_user: Callable[[], None]) -> float:
+    """The mean over users of the share of their validation items that are among the `FOUND` best of the candidates."""
+    shares = []
+    for user in users.tolist():
+        held_out = np.unique(split.rows[split.targets(user, Part.VALIDATION)])
+        candidates = torch.from_numpy(candidates_of(split, user, Part.VALIDATION))
+        scores = model.next_scores(user, Part.VALIDATION, candidates)
+        best = candidates[torch.topk(scores, min(FOUND, len(candidates))).indices]
+        shares.append(np.isin(held_out, best.numpy()).mean())
+        on_user()
+    return float(np.mean(shares))

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relaygr.training.baselines import fitted_baselines, folds_count, popularity
+from relaygr.training.baselines import IALS, NEIGHBOURS, fitted_baselines, folds_count, popularity
 from relaygr.training.card import checkpoint_card
 from relaygr.training.logs import Log, usable
-from relaygr.training.models import CASCADE, RANKER, RETRIEVAL, CascadeModel, RankerModel, RetrievalModel
+from relaygr.training.models import CASCADE, RANKER, RETRIEVAL, CascadeModel, RankerModel, RetrievalModel, found_share
 from relaygr.training.options import Stage, TrainingOptions
 from relaygr.training.plots import plot_training
 from relaygr.training.ranking import NDCG, Estimate, Judged, Model, chosen_users, estimate, judge, write_predictions
-from relaygr.training.runs import METRICS_FILE, Run, describe_split, write_beside, writing
+from relaygr.training.runs import FOUND_SHARES, METRICS_FILE, Run, describe_split, write_beside, writing
 from relaygr.training.splits import Part, Split, split_log
 from relaygr.training.trainer import Trained, Watcher, train
 from relaygr.worker.model.checkpoint import load_checkpoint, save_checkpoint
@@ -75,7 +75,11 @@ def _train_and_judge(
     retrieval = RetrievalModel(split, trained.config, trained.tensors)
     models: dict[str, Model] = {CASCADE: CascadeModel(retrieval, ranker), RETRIEVAL: retrieval, RANKER: ranker}
     users = chosen_users(split, Part.TEST, options.test_users, options.seed)
-    folds = _add_baselines(split, options, models, progress, with_baselines)
+    known = chosen_users(split, Part.VALIDATION, options.validation_users, options.seed)
+    folds = _add_baselines(split, options, models, known, progress, with_baselines)
+    searches = [name for name in (RETRIEVAL, IALS, NEIGHBOURS) if name in models]
+    progress.began("retrieving", len(searches) * len(known))
+    shares = {name: found_share(split, models[name], known, progress.stepped) for name in searches}
     judged, seconds = _judge_all(split, models, users, run, progress)
     finished = Finished(
         describe_split(split),
@@ -98,6 +102,7 @@ def _train_and_judge(
         **asdict(finished),
         "epochs": [asdict(record) for record in trained.epochs],
         "baselines": folds,
+        FOUND_SHARES: shares,
         "seconds": seconds,
     }
     card = checkpoint_card(run.described(), finished, load_checkpoint(run.checkpoint).revision)
@@ -119,10 +124,14 @@ def _trained(split: Split, options: TrainingOptions, run: Run, progress: Progres
 
 
 def _add_baselines(
-    split: Split, options: TrainingOptions, models: dict[str, Model], progress: Progress, with_all: bool
+    split: Split,
+    options: TrainingOptions,
+    models: dict[str, Model],
+    users: NDArray[np.int64],
+    progress: Progress,
+    with_all: bool,
 ) -> dict[str, Any]:
     """Adds the fitted baselines to the models. Returns their parameters and the folds of their grids."""
-    users = chosen_users(split, Part.VALIDATION, options.validation_users, options.seed)
     progress.began("fitting baselines", folds_count() if with_all else 0)
     found = (
         fitted_baselines(split, users, options.seed, options.threads, progress.stepped)

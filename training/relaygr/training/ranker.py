@@ -136,7 +136,7 @@ class TargetAttention:
     def __init__(self, config: ModelConfig, batch: Batch, bias: torch.Tensor, is_last: bool) -> None:
         """`bias` [2 N - 1]: by place. `is_last`: nothing reads the history rows after this layer."""
         self._config, self._batch, self._is_last = config, batch, is_last
-        self._bias = bias_by_place(bias, batch.items.shape[1])
+        self._bias, self._own_bias = bias_by_place(bias, batch.items.shape[1]), bias[len(bias) // 2]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         config, batch = self._config, self._batch
@@ -155,20 +155,20 @@ class TargetAttention:
         scores = (new_q @ old_k.transpose(-1, -2)).view(by_place) + bias
         hidden = torch.arange(length) >= batch.places[:, None, :, None, None]
         weights = F.silu(scores).masked_fill(hidden, 0.0)
-        own = F.silu((new_q * new_k).sum(-1, keepdim=True) + self._bias[0, 0])
+        own = F.silu((new_q * new_k).sum(-1, keepdim=True) + self._own_bias)
         return torch.cat((history, weights.flatten(2, 3) @ old_v + own * new_v), dim=2).transpose(1, 2)
 
 
 def bias_by_place(bias: torch.Tensor, length: int) -> torch.Tensor:
-    """[length + 1, length]: of a row after so many behaviours and each of the behaviours. `bias` [2 N - 1], by distance.
+    """[length + 1, length]: of a row after so many behaviours, and each of them. `bias` [2 N - 1], by distance.
 
     A row is the one before, moved by one place. Equal rows that are one longer than the rows of the result, read one
     after the other, are that; looking each weight up takes a quarter of a training's time for the gradient alone.
     """
     centre = len(bias) // 2
-    period = torch.cat((bias[centre : centre + length], bias[centre - length : centre]))
-    shifted = period.expand(length + 1, -1).reshape(-1)[: (length + 1) * (2 * length - 1)]
-    return shifted.view(length + 1, 2 * length - 1)[:, :length]
+    period = torch.cat((bias[centre : centre + length], bias[centre - length - 1 : centre]))
+    shifted = period.expand(length + 1, -1).reshape(-1)[: (length + 1) * 2 * length]
+    return shifted.view(length + 1, 2 * length)[:, :length]
 
 
 def candidate_logits(config: ModelConfig, tensors: Tensors, batch: Batch, dropout: float = 0.0) -> torch.Tensor:

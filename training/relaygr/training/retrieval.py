@@ -1,4 +1,4 @@
-"""Candidates for a user: exact search over the items of a ranker, or of `relaygr train retrieval`.
+"""Candidates for a user: exact search over the items of a ranker, of a baseline, or of `relaygr train retrieval`.
 
 The trainer's retrieval loss makes the cosine of an unknown candidate's row and the embedding of the item that came next
 large (`sequence_loss.py`). The row is computed from the newest behaviours only: on MovieLens, more of them found no
@@ -20,9 +20,12 @@ from safetensors.torch import load_file, save_file
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import require_regular
 from relaygr.schemas.messages import Behaviours
+from relaygr.training.baselines import fit, histories, items_matrix
 from relaygr.training.contrastive import Encoder, Training
 from relaygr.training.domains import mean_matrix
 from relaygr.training.ranker import search_row
+from relaygr.training.runs import FOUND_SHARES, METRICS_FILE, Run
+from relaygr.training.splits import Part, Split
 from relaygr.worker.model.checkpoint import load_checkpoint
 
 MODEL_FILE: Final = "retrieval.safetensors"
@@ -53,6 +56,31 @@ class ItemSearch:
         items = np.where(is_known, rows, self._config.vocabulary_size).astype(np.int32)
         row = search_row(self._config, self._tensors, items, newest.actions)
         return _best(self._ids, self._table @ row, count, leave_out)
+
+
+class BaselineSearch:
+    """Searches by iALS or item neighbours with the parameters of a run, fitted again to its training part."""
+
+    def __init__(self, run: Run, split: Split, name: str) -> None:
+        parameters, options = run.read_json(METRICS_FILE)["baselines"][name]["parameters"], run.options()
+        self._ids = split.item_ids
+        self._scores = fit(name, histories(split, Part.VALIDATION), parameters, options.seed, options.threads)
+
+    def find(self, history: Behaviours, count: int, leave_out: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `ItemSearch.find`."""
+        rows, is_known = _rows_of(self._ids, history.items)
+        known = rows[is_known].astype(np.int32)
+        own = items_matrix(known, np.zeros(len(known), dtype=np.int64), (1, len(self._ids)))
+        return _best(self._ids, torch.from_numpy(self._scores(own)), count, leave_out)
+
+
+def best_retrieval(run: Run) -> str:
+    """The name of the retrieval that found most in the validation part of a finished run: its ranker's, or a baseline.
+
+    Raises RelayError.
+    """
+    shares: dict[str, float] = run.read_json(METRICS_FILE)[FOUND_SHARES]
+    return max(shares, key=shares.__getitem__)
 
 
 class GraphSearch:

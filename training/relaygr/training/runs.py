@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 RUN_FILE: Final = "run.json"
 METRICS_FILE: Final = "metrics.json"
+FOUND_SHARES: Final = "found_shares"
+"""In the metrics: for each retrieval the share of the validation items that it finds."""
 STATE_FILE: Final = "state.pt"
 CHECKPOINT: Final = "checkpoint"
 
