@@ -19,6 +19,7 @@ from relaygr.compare.requests import Request
 from relaygr.compare.running import Scorer
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours
+from relaygr.training import sampling
 from relaygr.training.logs import Log
 from relaygr.training.models import CASCADE, RANKER, RETRIEVAL, CascadeModel, RankerModel, RetrievalModel
 from relaygr.training.options import Protocol, Stage, TrainingOptions
@@ -351,6 +352,17 @@ def test_half_of_the_negatives_are_what_retrieval_finds_there_and_nothing_that_t
             best = set(torch.topk(scores, FOUND).indices.tolist())
             assert set(batch.inputs.candidates[user, place, 1:11].tolist()) <= best
             assert not set(batch.never[user].tolist()) & best
+
+
+def test_of_a_large_vocabulary_a_sample_is_searched_for_negatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MOST_ITEMS", 500)
+    monkeypatch.setattr(sampling, "SAMPLED", 200)
+    items = [*range(600), *np.random.default_rng(0).permutation(600)[:40].tolist()]
+    split = split_log(log_of([600, 40], items), Protocol.LEAVE_ONE_OUT)
+    config = ranker_config(split, Size(dim=16, heads=1, layers=2, max_history=64))
+    for _, drawn in candidate_batches(split, 0, 0, places=4, negatives=100, max_history=64):
+        batch = with_found_negatives(config, initial_tensors(config, 0), drawn)
+        assert int(batch.inputs.candidates.min()) >= 0 and int(batch.inputs.candidates.max()) < split.num_items
 
 
 def each_its_own() -> Split:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from relaygr.training.layers import Tensors
 from relaygr.training.ranker import Batch, candidate_states
+from relaygr.training.sequence_loss import MOST_ITEMS, SAMPLED
 from relaygr.training.splits import Split
 from relaygr.worker.model.config import ModelConfig
 
@@ -185,19 +186,19 @@ def _excluded(candidates: torch.Tensor, never: list[torch.Tensor]) -> torch.Tens
 @torch.no_grad()
 def with_found_negatives(config: ModelConfig, tensors: Tensors, batch: CandidateBatch) -> CandidateBatch:
     """A share of the negatives becomes random ones of the items that retrieval finds there: a ranker has to order what
-    retrieval cannot tell apart.
+    retrieval cannot tell apart. Of a large vocabulary a sample is searched.
     """
     candidates = batch.inputs.candidates.clone()
     changed = round(_FOUND_SHARE * (candidates.shape[2] - 1))
     unknown = torch.full_like(candidates[..., :1], config.vocabulary_size)
     rows = candidate_states(config, tensors, replace(batch.inputs, candidates=unknown))[:, :, 0]
-    table = F.normalize(tensors["items.weight"][: config.vocabulary_size], dim=-1)
+    is_large = config.vocabulary_size > MOST_ITEMS
+    searched = torch.randint(config.vocabulary_size, (SAMPLED,)) if is_large else torch.arange(config.vocabulary_size)
+    table = F.normalize(F.embedding(searched, tensors["items.weight"]), dim=-1)
     for user, never in enumerate(batch.never):
-        scores = rows[user] @ table.T
-        scores[:, never] = -math.inf
-        found = scores.topk(min(FOUND, len(table)), sorted=False).indices
+        scores = (rows[user] @ table.T).masked_fill(torch.isin(searched, never), -math.inf)
+        found = scores.topk(min(FOUND, len(searched)), sorted=False).indices
         drawn = torch.randint(found.shape[1], (len(found), changed))
-        candidates[user, :, 1 : changed + 1] = found.gather(1, drawn)
-    return replace(
-        batch, inputs=replace(batch.inputs, candidates=candidates), is_excluded=_excluded(candidates, batch.never)
-    )
+        candidates[user, :, 1 : changed + 1] = searched[found.gather(1, drawn)]
+    inputs = replace(batch.inputs, candidates=candidates)
+    return replace(batch, inputs=inputs, is_excluded=_excluded(candidates, batch.never))
