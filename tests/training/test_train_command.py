@@ -145,6 +145,7 @@ def test_a_log_without_an_order_in_its_times_is_trained_and_its_card_and_last_li
         assert last.startswith("Note: ") and said in last and "share their time" in last
         card = (tmp_path / ties / "checkpoint" / "README.md").read_text()
         assert f"and are {said}" in card and last.removeprefix("Note: ") in card
+        assert "For 100% of the users the first behaviour of the test has the time of the one before it" in card
         described = json.loads((tmp_path / ties / "run.json").read_text())
         assert described["ties"] == ties and described["log"]["ties_share"] > 0.9
         digests[ties] = described["log"]["digest"]

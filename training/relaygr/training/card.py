@@ -36,7 +36,8 @@ def checkpoint_card(run: dict[str, Any], finished: Finished, revision: str) -> s
         f"{Ties(run['ties']).said}. {WEAK_ORDER}",
         f"* Split: `{split['protocol']}`{_cuts(split)}; {split['training']:,} behaviours for training, "
         f"{split['validation']:,} for validation, {split['test']:,} for test, of which "
-        f"{split['test_outside_vocabulary']:,} are of items outside the vocabulary of {split['items']:,}.",
+        f"{split['test_outside_vocabulary']:,} are of items outside the vocabulary of {split['items']:,}. For "
+        f"{split['ties_at_test']:.0%} of the users the first behaviour of the test has the time of the one before it.",
         f"* Candidates: {_candidates(split)}{', but those of the history' if split['leaves_out_seen'] else ''}.",
         f"* Options: {', '.join(f'{name} {value}' for name, value in options.items())}.",
         f"* Best epochs by validation: {', '.join(f'{best + 1} of {stage}' for stage, best in finished.best.items())}.",

@@ -82,7 +82,7 @@ def _train_and_judge(
     shares = {name: found_share(split, models[name], known, progress.stepped) for name in searches}
     judged, seconds = _judge_all(split, models, users, run, progress)
     finished = Finished(
-        describe_split(split),
+        describe_split(split, log),
         {name: each.summary() for name, each in judged.items()},
         {
             name: estimate(judged[CASCADE].values[NDCG] - each.values[NDCG])

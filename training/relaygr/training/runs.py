@@ -34,7 +34,7 @@ from relaygr.schemas.version import __version__
 from relaygr.training.logs import Log
 from relaygr.training.options import Protocol, TrainingOptions
 from relaygr.training.ranking import MOST_RANKED
-from relaygr.training.splits import Split
+from relaygr.training.splits import Part, Split
 from relaygr.worker.model.config import CARD_FILE
 from relaygr.worker.model.convert.pickles import check_claims
 from relaygr.worker.model.inputs.known import write_action_names
@@ -228,11 +228,12 @@ def describe_log(log: Log) -> dict[str, object]:
     }
 
 
-def describe_split(split: Split) -> dict[str, object]:
-    """The sizes of the split's parts."""
+def describe_split(split: Split, log: Log) -> dict[str, object]:
+    """The sizes of the split's parts, and the share of test users whose history ends within behaviours of one time."""
     training = int(split.training_places().sum())
     validation = int((split.validation_ends - split.train_ends).sum())
     in_test = np.arange(len(split.rows)) >= np.repeat(split.validation_ends, np.diff(split.starts))
+    first = split.validation_ends[split.judged_users(Part.TEST)]
     return {
         "protocol": split.protocol.value,
         "cuts_ms": split.cuts_ms,
@@ -241,6 +242,7 @@ def describe_split(split: Split) -> dict[str, object]:
         "validation": validation,
         "test": len(split.rows) - training - validation,
         "test_outside_vocabulary": int((in_test & (split.rows == split.num_items)).sum()),
+        "ties_at_test": float((log.times_ms[first] == log.times_ms[first - 1]).mean()),
         "ranked_items": min(split.num_items, MOST_RANKED),
         "leaves_out_seen": split.leaves_out_seen,
         "repeats_share": split.repeats_share,
