@@ -308,6 +308,30 @@ def test_a_model_is_shown_and_measured_in_json(tmp_path: Path, monkeypatch: pyte
     assert load_calibration(file).machine.model_revision == shown["revision"]
 
 
+_BIAS = "relative_bias.time_buckets"
+
+
+@pytest.mark.parametrize(
+    ("preset", "grows", "valid"),
+    [
+        ("dlrm-v3", "never grow (because of position_origin)", "for one query time (because of time_encoding)"),
+        ("research", f"never grow (because of {_BIAS})", f"for one query time (because of {_BIAS})"),
+        ("nvidia", "may grow", "at any time"),
+    ],
+)
+def test_a_model_says_because_of_which_option_its_prefixes_serve_no_later_request(
+    tmp_path: Path, preset: str, grows: str, valid: str
+) -> None:
+    said = f"{grows}, computed in any chunks, valid {valid}"
+    small = ["--layers", "1", "--dim", "16", "--heads", "2", "--vocabulary", "50", "--max-prefix", "256"]
+    made = CliRunner().invoke(app, ["model", "init", str(tmp_path), "--preset", preset, *small])
+    assert made.exit_code == 0, made.output
+    shown = CliRunner().invoke(app, ["model", "show", str(tmp_path)])
+    assert said in " ".join(shown.output.split())
+    restricted = as_json("model", "show", str(tmp_path))["restricted_by"]
+    assert all((f"because of {' and '.join(options)})" in said) == bool(options) for options in restricted.values())
+
+
 def test_a_name_that_looks_like_markup_or_an_emoji_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("name")
     table.add_row("[red]x[/red]:abc:")

@@ -8,6 +8,7 @@ Commands import torch only when they run, so that `--help` answers without it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +36,7 @@ from relaygr.worker.model.config import (
     PrefixRules,
     describe_problems,
     read_config_file,
+    restrictions_of,
     rules_of,
 )
 from relaygr.worker.model.description import Description, description_of
@@ -309,12 +311,18 @@ def _attention(config: ModelConfig) -> str:
     return ", ".join(text for text, is_asked in parts.items() if is_asked) or "the plain mask"
 
 
-def _rules(rules: PrefixRules) -> str:
+def _rules(rules: PrefixRules, restricted_by: Mapping[str, Sequence[str]] | None = None) -> str:
+    """`restricted_by`: the options because of which a rule restricts reuse, if they are known."""
+
+    def because(rule: str) -> str:
+        options = (restricted_by or {}).get(rule)
+        return f" (because of {' and '.join(options)})" if options else ""
+
     return ", ".join(
         (
-            "may grow" if rules.grows else "never grow",
-            "computed in any chunks" if rules.chunks else "computed in one chunk",
-            "valid for one query time" if rules.uses_query_time else "valid at any time",
+            "may grow" if rules.grows else "never grow" + because("grows"),
+            "computed in any chunks" if rules.chunks else "computed in one chunk" + because("chunks"),
+            "valid for one query time" + because("uses_query_time") if rules.uses_query_time else "valid at any time",
         )
     )
 
@@ -331,6 +339,7 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, object]:
         "parameters": checkpoint.num_parameters,
         "weights_bytes": checkpoint.weights_bytes,
         "prefixes": asdict(rules),
+        "restricted_by": restrictions_of(config),
         "kv_bytes_per_token": {dtype.value: config.geometry(1, dtype).bytes_per_token for dtype in KvDtype},
     }
 
@@ -350,7 +359,7 @@ def _print_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     row("N", "none" if config.normalizer is None else f"{config.normalizer:g}")
     row("layer form", _layer(config))
     row("attention", _attention(config))
-    row("prefixes", _rules(rules_of(config)))
+    row("prefixes", _rules(rules_of(config), restrictions_of(config)))
     row("items", f"{config.vocabulary_size:,}")
     row("inputs", _inputs(config))
     row("positions", f"{config.num_positions:,}, from the {config.position_origin}" if config.num_positions else "none")

@@ -346,12 +346,26 @@ class RuleError(ValueError):
     """A call that the model's rules forbid, because its scores would differ from full inference."""
 
 
+def restrictions_of(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """For each rule the options in `config.json` that restrict it; none: the rule does not restrict reuse."""
+    mask, near_end, by_time, from_end, ages = (
+        (option,) if is_set else ()
+        for option, is_set in (
+            ("contextual_mask", config.contextual_mask),
+            ("min_full_attn_len", config.min_full_attn_len > 0),
+            ("relative_bias.time_buckets", config.relative_bias is not None and config.relative_bias.time_buckets > 0),
+            ("position_origin", config.position_origin is PositionOrigin.END),
+            ("time_encoding", config.time_encoding is not TimeEncoding.NONE),
+        )
+    )
+    return {"grows": mask + near_end + by_time + from_end, "chunks": mask, "uses_query_time": by_time + ages}
+
+
 def rules_of(config: ModelConfig) -> PrefixRules:
     """The rules that a configuration implies."""
-    has_relative_time = config.relative_bias is not None and config.relative_bias.time_buckets > 0
-    counts_from_end = config.position_origin is PositionOrigin.END
+    restricted = restrictions_of(config)
     return PrefixRules(
-        grows=not (config.contextual_mask or config.min_full_attn_len or has_relative_time or counts_from_end),
-        chunks=not config.contextual_mask,
-        uses_query_time=has_relative_time or config.time_encoding is not TimeEncoding.NONE,
+        grows=not restricted["grows"],
+        chunks=not restricted["chunks"],
+        uses_query_time=bool(restricted["uses_query_time"]),
     )
