@@ -289,6 +289,14 @@ def test_a_broken_state_is_refused_and_named(tmp_path: Path) -> None:
         train(split_log(LOG, Protocol.TIME), QUICK, run, Recorder())
 
 
+def test_the_state_of_another_release_is_refused_and_named(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    with run.begun(QUICK, LOG, []):
+        run.save_state({"tensors": {}, "best": {}, "best_epoch": 0, "epochs": [], "optimizer": {}})
+    with pytest.raises(RelayError, match="of another release: remove it"):
+        train(split_log(LOG, Protocol.TIME), QUICK, run, Recorder())
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice(tmp_path: Path) -> None:
     with pytest.raises(RelayError, match="--learning-rate"):
         trained(tmp_path / "run", options=replace(QUICK, learning_rate=1e30))

@@ -28,7 +28,7 @@ from relaygr.training.models import CascadeModel, RankerModel, RetrievalModel
 from relaygr.training.options import Stage, TrainingOptions
 from relaygr.training.ranker import LIKED, NEXT, Size, candidate_states, initial_tensors, ranker_config
 from relaygr.training.ranking import NDCG, Model, chosen_users, judge
-from relaygr.training.runs import Run
+from relaygr.training.runs import STATE_FILE, Run
 from relaygr.training.sampling import (
     CandidateBatch,
     SequenceBatch,
@@ -42,6 +42,8 @@ from relaygr.worker.model.config import ModelConfig
 
 LIKED_WEIGHT: Final = 0.2
 _WARM_UP_STEPS: Final = 100
+_LEARNT_RATE: Final = 0.1
+"""The share of the learning rate for what the sequences taught, in the stage of candidates, which would undo it."""
 _LAST_RATE: Final = 0.05
 """The share of the learning rate at the end of a stage."""
 _STAGE_SEEDS: Final = 500_000
@@ -141,7 +143,15 @@ def _begin_candidates(state: _State) -> None:
 
 
 def _optimizer(state: _State, options: TrainingOptions) -> torch.optim.Optimizer:
-    return torch.optim.Adam(state.tensors.values(), lr=options.learning_rate, betas=(0.9, 0.98))
+    learnt = _LEARNT_RATE if state.stage is Stage.CANDIDATES else 1.0
+    groups = [
+        {
+            "params": [tensor for name, tensor in state.tensors.items() if name.startswith("readout.") == is_new],
+            "of": of,
+        }
+        for is_new, of in ((True, 1.0), (False, learnt))
+    ]
+    return torch.optim.Adam(groups, lr=options.learning_rate, betas=(0.9, 0.98))
 
 
 LOSS_WEIGHTS: Final = torch.tensor([1.0, LIKED_WEIGHT, 1.0])
@@ -185,7 +195,7 @@ def _epoch(
     started_s, cpu_s = time.monotonic(), -time.process_time()
     for number, (share, losses) in enumerate(_losses(split, options, config, state, epoch)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(options, stage, epoch, number, limit.used_share)
+            group["lr"] = group["of"] * learning_rate(options, stage, epoch, number, limit.used_share)
         where = f"batch {number} of epoch {epoch}"
         take_step(optimizer, state.tensors, losses @ LOSS_WEIGHTS, where, options.learning_rate)
         total += losses.detach()
@@ -306,12 +316,18 @@ def _save(run: Run, state: _State, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _restore(run: Run, state: _State, optimizer: torch.optim.Optimizer) -> None:
+    """Raises RelayError for the state of another release."""
     found = run.load_state()
     if found is None:
         return
-    with torch.no_grad():
-        for name, tensor in state.tensors.items():
-            tensor.copy_(found["tensors"][name])
-    state.best, state.stage = found["best"], Stage(found["stage"])
-    state.epochs = [EpochRecord(**{**record, "stage": Stage(record["stage"])}) for record in found["epochs"]]
-    optimizer.load_state_dict(found["optimizer"])
+    try:
+        with torch.no_grad():
+            for name, tensor in state.tensors.items():
+                tensor.copy_(found["tensors"][name])
+        state.best, state.stage = found["best"], Stage(found["stage"])
+        state.epochs = [EpochRecord(**{**record, "stage": Stage(record["stage"])}) for record in found["epochs"]]
+        optimizer.load_state_dict(found["optimizer"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RelayError(
+            f"{run.folder / STATE_FILE} is of another release: remove it, and training begins again ({error})."
+        ) from error
