@@ -214,7 +214,9 @@ def test_board_and_summary_stay_whole_at_80_columns() -> None:
 
     output = io.StringIO()
     console = Console(file=output, width=80, highlight=False)
-    records = [record(number, next_retrieved=True, next_rank=number % 12) for number in range(1200)]
+    records = [
+        record(number, next_retrieved=True, next_place=number % 9, next_rank=number % 12) for number in range(1200)
+    ]
     run = summarise([*records, record(1200, status="failed", reason="overloaded", path=None)], 12.3)
     quality = compare_quality(records, records)
     board.print_summary(

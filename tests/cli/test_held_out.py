@@ -258,6 +258,7 @@ def test_the_player_publishes_each_behaviour_and_records_the_rank_of_what_the_us
         candidates, chosen = source.of(played[one.number]), played[one.number].next_item
         assert one.next_retrieved is (chosen in candidates)
         assert one.next_rank == ((candidates > chosen).sum() if one.next_retrieved else None)
+        assert one.next_place == (candidates.tolist().index(chosen) if one.next_retrieved else None)
 
 
 def record(number: int, user: str, rank: int | None, **changed: object) -> ImpressionRecord:
@@ -285,8 +286,16 @@ def test_the_quality_of_two_runs_is_compared_by_test_behaviour() -> None:
     assert found.served.relay.mean == pytest.approx((1 + second + 0 + 0 + 1) / 5)
     assert found.served.full.mean == pytest.approx((second + second) / 5), "late and expired answers served nothing"
     assert found.both.behaviours == 3
+    assert (found.served.retrieval.mean, found.both.retrieval.mean) == (0, 0), "no place is known"
     assert found.both.difference.mean == pytest.approx((1 - second) / 3)
     assert found.on_part.behaviours == 1 and found.on_part.difference.mean == pytest.approx(1 - second)
+
+
+def test_the_order_of_retrieval_needs_no_answer() -> None:
+    relay = [record(0, "a", 5, next_place=0), record(1, "b", 0, next_place=1, late=True), record(2, "b", None)]
+    found = compare_quality(relay, relay)
+    assert found.served.retrieval.mean == pytest.approx((1 + 1 / math.log2(3)) / 3)
+    assert found.both.retrieval.mean == pytest.approx(1 / 2), "of those in time"
 
 
 def test_requests_that_different_models_answered_are_left_out() -> None:

@@ -323,18 +323,19 @@ def _print_quality(console: Console, quality: QualityComparison) -> None:
     )
     if quality.other_model:
         console.print(f"           {quality.other_model:,} more were answered by different models, and are left out")
-    table = Table(title="NDCG@10 of the item that the user chose", title_justify="left")
-    for name in ("requests", "n", "relay on", "relay off", "difference", "95 % interval"):
+    table = Table(title="NDCG@10 of the item that the user chose, relay on and off", title_justify="left")
+    for name in ("requests", "n", "retrieval", "on", "off", "on - off", "95 % interval"):
         table.add_column(name, justify="left" if name == "requests" else "right", no_wrap=True)
     for name, row in (("all", quality.served), ("both in time", quality.both), ("truncated", quality.on_part)):
-        found, means = row.difference, (f"{each.mean:.3f}" for each in (row.relay, row.full))
+        found, means = row.difference, (f"{each.mean:.3f}" for each in (row.retrieval, row.relay, row.full))
         interval = f"{found.low:+.3f} to {found.high:+.3f}" if row.users > 1 else "one user"
         values = (*means, f"{found.mean:+.3f}", interval)
-        table.add_row(name, f"{row.behaviours:,}", *(values if row.behaviours else "-" * 4))
+        table.add_row(name, f"{row.behaviours:,}", *(values if row.behaviours else "-" * 5))
     console.print(table)
     console.print(
-        "           In the row all, a request without an answer in time counts 0. Truncated are requests that were in "
-        "time in both runs, and without the relay were ranked on a part of the history."
+        "           Retrieval is its own order of the candidates, without a ranker. In the row all, a request without "
+        "an answer in time counts 0. Truncated are requests that were in time in both runs, and without the relay were "
+        "ranked on a part of the history."
     )
 
 

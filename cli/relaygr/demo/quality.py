@@ -27,6 +27,8 @@ class ServedQuality:
     full: Estimate
     difference: Estimate
     """Relay on less relay off."""
+    retrieval: Estimate
+    """Of the candidates in the order of retrieval, which asks no ranker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,14 @@ def _quality(
         estimate(relay, users),
         estimate(full, users),
         estimate(relay - full, users),
+        estimate(np.array([_gain(ours[number].next_place) for number in numbers]), users),
     )
 
 
 def _ndcg(record: ImpressionRecord) -> float:
-    if not _is_served(record) or record.next_rank is None or record.next_rank >= TOP:
-        return 0.0
-    return 1 / math.log2(record.next_rank + 2)
+    return _gain(record.next_rank if _is_served(record) else None)
+
+
+def _gain(place: int | None) -> float:
+    """NDCG@10 of one relevant item at this place, from 0; None: it is not in the list."""
+    return 0.0 if place is None or place >= TOP else 1 / math.log2(place + 2)

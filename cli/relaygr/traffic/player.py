@@ -424,6 +424,7 @@ class Player:
                 late=True,
                 scheduled_us=entry.scheduled_us,
                 next_retrieved=entry.next_retrieved,
+                next_place=entry.next_place,
             )
         )
 
@@ -460,6 +461,7 @@ class Player:
                 to_worker_us=result.received_at_us - result.request_sent_at_us if result is not None else None,
                 scores=pack_scores(result.scores) if result is not None and result.scores is not None else None,
                 next_retrieved=entry.next_retrieved,
+                next_place=entry.next_place,
                 next_rank=_rank_of(entry.next_place, result),
             )
         )

@@ -67,6 +67,8 @@ class ImpressionRecord:
     """float32, little-endian, base64."""
     next_retrieved: bool | None = None
     """Whether the item that the user chose was among the candidates; None: not known."""
+    next_place: int | None = None
+    """Its place among them, from 0, in the order of retrieval; None: not known, or not retrieved."""
     next_rank: int | None = None
     """How many candidates the answer puts before that item, by the first task; None: not ranked, or not retrieved."""
 
