@@ -47,7 +47,7 @@ class TrainingOptions:
     epochs: Annotated[int, Ge(1), Option("The most epochs on sequences, which train retrieval.")] = 40
     candidate_epochs: Annotated[
         int, Ge(1), Option("The most epochs on candidates, which train the tasks, after those on sequences.")
-    ] = 5
+    ] = 3
     patience: Annotated[int, Ge(1), Option("End a stage after so many epochs without a better validation.")] = 5
     places: Annotated[
         int, Ge(1), Option("The least places of a user with candidates in an epoch; long histories have more.")
