@@ -95,7 +95,7 @@ def _train_and_judge(
     if (gain := finished.gains[RETRIEVAL]).low <= 0:
         finished.notes.insert(
             0,
-            "`next` is not decided to order what retrieval finds better than retrieval does: NDCG@10 of the cascade "
+            "Keep the order of retrieval: `next` is not shown to order what it finds better. NDCG@10 of the cascade "
             f"less that of retrieval is {gain.with_interval()}.",
         )
     metrics: dict[str, Any] = {
