@@ -16,7 +16,7 @@ from uuid import UUID
 import fastavro
 import pytest
 
-from relaygr.ingest.avro import AvroValues
+from relaygr.ingest.registered import RegisteredValues
 from relaygr.ingest.registry import SchemaRegistry
 from relaygr.ingest.settings import RegistrySettings
 from relaygr.runtime.errors import RelayError
@@ -57,8 +57,8 @@ def written(schema: Any, value: Any) -> bytes:
 
 def read(registry: Registry, schema: Any, body: bytes, *used: str, schema_id: int = 7) -> dict[str, Any]:
     registry.schemas[schema_id] = schema
-    values = AvroValues(SchemaRegistry(registry.url, RegistrySettings()))
-    found = values.object(struct.pack(">bI", 0, schema_id) + body, lambda _: used)
+    values = RegisteredValues(SchemaRegistry(registry.url, RegistrySettings()))
+    found = values.object(struct.pack(">bI", 0, schema_id) + body, None, lambda _: used)
     assert all(found[name] is None for name in found if name not in used)
     return {name: found[name] for name in used}
 
@@ -230,9 +230,9 @@ def test_the_error_of_a_used_field_names_it(registry: Registry, kind: Any, body:
 def test_a_key_that_names_nobody_is_a_bad_record(registry: Registry, kind: Any, body: bytes, complaint: str) -> None:
     """The key of a record without a value: one with a time that Python has not ended the bridge."""
     registry.schemas[7] = kind
-    values = AvroValues(SchemaRegistry(registry.url, RegistrySettings()))
+    values = RegisteredValues(SchemaRegistry(registry.url, RegistrySettings()))
     with pytest.raises(ValueError, match=complaint):
-        values.key_text(struct.pack(">bI", 0, 7) + body, lambda names: names)
+        values.key_text(struct.pack(">bI", 0, 7) + body, None, lambda names: names)
 
 
 def test_any_bytes_are_a_record_or_a_bad_one(registry: Registry) -> None:
@@ -241,7 +241,7 @@ def test_any_bytes_are_a_record_or_a_bad_one(registry: Registry) -> None:
     reply = {"text": "a", "replies": [{"text": "b", "replies": []}]}
     good = written(schema, {"f0": "x" * 9, "f1": b"y", "f2": reply, "f3": {"k": {"next": None}}, "f4": 10**15})
     registry.schemas[4] = schema
-    values = AvroValues(SchemaRegistry(registry.url, RegistrySettings()))
+    values = RegisteredValues(SchemaRegistry(registry.url, RegistrySettings()))
     draw, ended = random.Random(11), {True: 0, False: 0}
 
     def used(names: tuple[str, ...]) -> Collection[str]:
@@ -252,7 +252,9 @@ def test_any_bytes_are_a_record_or_a_bad_one(registry: Registry) -> None:
         for _ in range(draw.randint(0, 3)):
             body[draw.randrange(len(body))] = draw.choice((0, 1, 2, 0x7F, 0x80, 0xFF, draw.randrange(256)))
         try:
-            values.object(struct.pack(">bI", 0, 4) + body[: draw.choice((len(body), draw.randrange(len(body))))], used)
+            values.object(
+                struct.pack(">bI", 0, 4) + body[: draw.choice((len(body), draw.randrange(len(body))))], None, used
+            )
             ended[True] += 1
         except ValueError:
             ended[False] += 1
@@ -295,7 +297,7 @@ def test_a_schema_is_read_with_all_to_which_it_refers(registry: Registry) -> Non
         ({"schema": '{"__fastavro_parsed__": true, "type": "enum", "name": "x"}'}, "schema 7 cannot be read"),
         ({"schema": '{"type": "fixed", "name": "x", "size": -4}'}, "schema 7 cannot be read"),
         ({"schema": '"' + "x" * (1 << 20) + '"'}, "schema 7 is longer than 1,048,576 bytes"),
-        ({"schema": "syntax = ...", "schemaType": "PROTOBUF"}, "schema 7 is PROTOBUF"),
+        ({"schema": "x = 1", "schemaType": "THRIFT"}, "schema 7 is THRIFT, and only Avro, Protobuf and JSON"),
         (
             {"schema": '"cycle.A"', "references": [{"name": "cycle.A", "subject": "cycle", "version": 1}]},
             "schema 7 cannot be read: UnknownType",
@@ -337,24 +339,24 @@ def test_a_404_without_the_error_code_of_a_registry_is_an_outage(registry: Regis
 def test_a_schema_that_is_registered_later_is_found(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each record of a schema that was unknown once was bad until the bridge was started again."""
     monkeypatch.setattr("relaygr.ingest.registry._PAUSES_S", ())
-    values, content = AvroValues(SchemaRegistry(registry.url, RegistrySettings())), struct.pack(">bI", 0, 7)
+    values, content = RegisteredValues(SchemaRegistry(registry.url, RegistrySettings())), struct.pack(">bI", 0, 7)
     with pytest.raises(ValueError, match="the registry has no schema 7"):
-        values.object(content, lambda _: ())
+        values.object(content, None, lambda _: ())
     registry.schemas[7] = record()
     with pytest.raises(ValueError, match="the registry has no schema 7"):
-        values.object(content, lambda _: ())
-    monkeypatch.setattr("relaygr.ingest.avro._UNKNOWN_S", 0.0)
-    assert values.object(content, lambda _: ()) == {}
+        values.object(content, None, lambda _: ())
+    monkeypatch.setattr("relaygr.ingest.registered._UNKNOWN_S", 0.0)
+    assert values.object(content, None, lambda _: ()) == {}
 
 
 def test_unknown_schemas_are_waited_for_once_and_not_for_each_record(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relaygr.ingest.registry._PAUSES_S", (0.001, 0.001))
-    values = AvroValues(SchemaRegistry(registry.url, RegistrySettings()))
+    values = RegisteredValues(SchemaRegistry(registry.url, RegistrySettings()))
     for schema_id in (901, 902, 903, 901):
         with pytest.raises(ValueError, match=f"the registry has no schema {schema_id}"):
-            values.object(struct.pack(">bI", 0, schema_id), lambda _: ())
+            values.object(struct.pack(">bI", 0, schema_id), None, lambda _: ())
     assert [registry.paths.count(f"/schemas/ids/{schema_id}") for schema_id in (901, 902, 903)] == [3, 1, 1]
 
 
@@ -363,7 +365,7 @@ def test_a_redirect_to_another_address_is_refused_and_takes_no_password_there(re
     with served_registry() as other:
         registry.redirect = other.url
         with pytest.raises(RelayError, match=f"it redirects to {other.url}") as refused:
-            SchemaRegistry(registry.url, login).texts(7)
+            SchemaRegistry(registry.url, login).schema(7)
         assert "pass" not in str(refused.value)
         assert registry.asked == [("/schemas/ids/7", BASIC)]
         assert other.asked == []
@@ -372,20 +374,20 @@ def test_a_redirect_to_another_address_is_refused_and_takes_no_password_there(re
 def test_a_redirect_on_the_same_address_is_followed(registry: Registry) -> None:
     registry.redirect, registry.authorization, registry.schemas[7] = "/moved", BASIC, "int"
     login = RegistrySettings(username="shop", password="pass:word")
-    assert SchemaRegistry(registry.url, login).texts(7) == ['"int"']
+    assert SchemaRegistry(registry.url, login).schema(7).content == b'"int"'
 
 
 def test_the_password_of_a_registry_comes_from_a_file_or_from_its_address(registry: Registry, tmp_path: Path) -> None:
     registry.authorization, registry.schemas[7] = BASIC, "int"
     (tmp_path / "password").write_text("pass:word\n")
     from_file = RegistrySettings(username="shop", password_file=tmp_path / "password")
-    assert SchemaRegistry(registry.url, from_file).texts(7) == ['"int"']
+    assert SchemaRegistry(registry.url, from_file).schema(7).content == b'"int"'
     other = RegistrySettings(username="someone", password="else")
     address = registry.url.replace("//", "//shop:pass%3Aword@")
-    assert SchemaRegistry(address, other).texts(7) == ['"int"']
+    assert SchemaRegistry(address, other).schema(7).content == b'"int"'
     for wrong in (other, RegistrySettings()):
         with pytest.raises(RelayError, match="HTTP Error 401"):
-            SchemaRegistry(registry.url, wrong).texts(7)
+            SchemaRegistry(registry.url, wrong).schema(7)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def test_the_demo_and_the_live_page_read_processes_that_serve(asked: list[str]) 
 def test_a_schema_registry_is_asked_through_the_proxy_unless_it_is_on_this_machine(asked: list[str]) -> None:
     with served_registry() as registry:
         registry.schemas[5] = "string"
-        assert SchemaRegistry(registry.url, RegistrySettings()).texts(5) == ['"string"']
+        assert SchemaRegistry(registry.url, RegistrySettings()).schema(5).content == b'"string"'
     assert asked == []
     with pytest.raises(RelayError, match="did not give schema 5"):
-        SchemaRegistry("http://registry.example", RegistrySettings()).texts(5)
+        SchemaRegistry("http://registry.example", RegistrySettings()).schema(5)
     assert asked == ["http://registry.example/schemas/ids/5"]

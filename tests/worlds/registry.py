@@ -1,4 +1,4 @@
-"""A schema registry on this machine, with the two paths that the bridge asks."""
+"""A schema registry on this machine, with the paths that the bridge asks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class Registry:
     """What it answers, and what it was asked."""
 
     url: str = ""
-    schemas: dict[int, Any] = field(default_factory=dict)
-    """By number; a dict with the key `schema` is the whole answer."""
+    schemas: dict[int | str, Any] = field(default_factory=dict)
+    """By number or GUID; a dict with the key `schema` is the whole answer. Its key `serialized` is what is given
+    instead of the schema for `?format=serialized`; without it that is ignored, as by registries that do not know it.
+    """
     subjects: dict[str, Any] = field(default_factory=dict)
     """The same, by `SUBJECT/versions/VERSION` as it is in the path."""
     authorization: str | None = None
@@ -38,14 +40,19 @@ class Registry:
             return 401, b"{}"
         if path in self.failures:
             return self.failures[path]
+        path, _, query = path.partition("?")
         found, unknown = self.subjects.get(path.removeprefix("/subjects/")), b'{"error_code": 40402}'
-        if path.startswith("/schemas/ids/"):
-            found, unknown = self.schemas.get(int(path.removeprefix("/schemas/ids/"))), b'{"error_code": 40403}'
+        if path.startswith("/schemas/"):
+            _, _, kind, name = path.split("/")
+            found, unknown = self.schemas.get(int(name) if kind == "ids" else name), b'{"error_code": 40403}'
         if found is None:
             return 404, unknown
         if isinstance(found, bytes):
             return 200, found
-        whole = found if isinstance(found, dict) and "schema" in found else {"schema": json.dumps(found)}
+        whole = dict(found) if isinstance(found, dict) and "schema" in found else {"schema": json.dumps(found)}
+        serialized = whole.pop("serialized", whole["schema"])
+        if query == "format=serialized":
+            whole["schema"] = serialized
         return 200, json.dumps(whole).encode()
 
 

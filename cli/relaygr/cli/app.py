@@ -22,6 +22,7 @@ from relaygr.schemas.version import __version__
 
 OPTIONAL = {
     "fastavro": "avro",
+    "google": "avro",
     "matplotlib": "bench",
     "mlflow": "mlflow",
     "mooncake": "pool",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
@@ -25,8 +25,7 @@ from relaygr.cli.options import (
 from relaygr.cli.texts import plain_console, show_size, time_text
 from relaygr.cluster.admin import require_topics
 from relaygr.cluster.rights import Role
-from relaygr.ingest.avro import AvroValues
-from relaygr.ingest.bridge import SOURCE, Bridge, Passed, time_of
+from relaygr.ingest.bridge import KEY_HEADER, SOURCE, VALUE_HEADER, Bridge, Passed, header_of, time_of
 from relaygr.ingest.gather import Interactions, Limits, ReadReport
 from relaygr.ingest.json_lines import MAX_LIST_TEXTS, parse_log_object
 from relaygr.ingest.known import KnownModel, ModelOption, SentInputs, codes_text, named_log
@@ -55,6 +54,9 @@ from relaygr.schemas.times import EARLIEST_MS, UNITS_MS, unit_of, wrong_unit
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
 
+if TYPE_CHECKING:
+    from relaygr.ingest.registered import RegisteredValues
+
 _SHOWN_BAD_LINES = 20
 _DAY_MS = 24 * 3600 * 1000
 
@@ -68,7 +70,8 @@ RegistryOption = Annotated[
     typer.Option(
         "--schema-registry",
         metavar="URL",
-        help="Of a topic: values are Avro, with schemas there. Settings of schema_registry have user and password.",
+        help="Of a topic: values are Avro, Protobuf or JSON Schema, with schemas there. Settings of "
+        "schema_registry have user and password.",
         show_default=False,
     ),
 ]
@@ -216,17 +219,18 @@ def run_bridge(
 ) -> None:
     """Passes a topic on as behaviours or histories until SIGTERM, Ctrl-C or its end. Raises RelayError."""
     stopping, inputs, mapped = StopSignals(), SentInputs(model), MappedObjects(names)
-    avro = None if registry_url is None else AvroValues(SchemaRegistry(registry_url, settings.schema_registry))
+    registered = None if registry_url is None else _registered(SchemaRegistry(registry_url, settings.schema_registry))
     made_of = mapped.history if target is Topic.HISTORY else mapped.event
 
     def convert(record: Message) -> Passed:
         content = record.value()
         if content is None and target is Topic.HISTORY:
             key = record.key() or b""
-            text = key if avro is None else avro.key_text(key, mapped.used_of_key)
-            return Passed(mapped.deleted_user(text).encode(), None)
-        if avro is not None:
-            parsed = avro.object(content or b"", mapped.used)
+            if registered is not None:
+                key = registered.key_text(key, header_of(record, KEY_HEADER), mapped.used_of_key)
+            return Passed(mapped.deleted_user(key).encode(), None)
+        if registered is not None:
+            parsed = registered.object(content or b"", header_of(record, VALUE_HEADER), mapped.used)
         else:
             parsed = parse_log_object(content or b"", MAX_LIST_TEXTS)
         made = made_of(parsed, time_of(record))
@@ -240,6 +244,13 @@ def run_bridge(
     bridge = Bridge(settings, source, settings.topic(target), convert, count, print_line)
     bridge.run(until_end, lambda: stopping.came)
     print_line(f"{bridge.text()}{inputs.text()}, group {bridge.group}")
+
+
+def _registered(registry: SchemaRegistry) -> RegisteredValues:
+    """Needs the libraries of the extra `avro`."""
+    from relaygr.ingest.registered import RegisteredValues
+
+    return RegisteredValues(registry)
 
 
 def behaviours_of_log(

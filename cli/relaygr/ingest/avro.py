@@ -1,6 +1,4 @@
-"""Reads Avro values whose schemas are in a registry, for `relaygr publish --from kafka:TOPIC --schema-registry URL`.
-
-    byte 0 | schema id, 4 bytes big-endian | the value, by that schema       (Confluent's wire format)
+"""Reads values of Avro whose schema is known (`relaygr.ingest.registered`).
 
 Only the fields that are used become values. The bytes of the others are passed over, whatever they are: they may name
 their own type, and claim more items than there are bytes. fastavro parses the schemas; its reader of values would
@@ -10,24 +8,19 @@ follow such claims in machine code, without a bound.
 from __future__ import annotations
 
 import json
-import math
 import struct
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any, Final, NoReturn
 
-from relaygr.ingest.layouts import id_text
-from relaygr.ingest.registry import SchemaRegistry, UnknownSchemaError
+import fastavro
+
+from relaygr.ingest.registry import Schema
 from relaygr.schemas.fields import FieldError
 from relaygr.schemas.limits import MAX_BEHAVIOURS
 
-_HEADER: Final = struct.Struct(">bI")
-_KEPT_SCHEMAS: Final = 256
-_UNKNOWN_S: Final = 10.0
-"""A schema that the registry does not have is asked for again after this time: it may be registered later."""
 _LONGEST_NUMBER: Final = 10
 """Bytes of an integer of 64 bits."""
 _BROKEN: Final = (ValueError, LookupError, TypeError, AttributeError)
@@ -37,42 +30,30 @@ Used = Callable[[tuple[str, ...]], Collection[str]]
 """Which of a record's fields are used. Raises ValueError if the record cannot be."""
 
 
-class AvroValues:
-    """Asks for each schema once, and now and then for one that the registry does not have."""
+class AvroReader:
+    """Reads the values of one schema."""
 
-    def __init__(self, registry: SchemaRegistry) -> None:
-        # Asked for at once: a bridge without it would count every record as bad.
-        import fastavro
+    def __init__(self, schema: Schema) -> None:
+        """Raises ValueError if the schema cannot be read."""
+        named: dict[str, Any] = {}
+        parsed: Any = None
+        texts = [*(content for _, content in schema.needed), schema.content]
+        try:
+            for text in texts:
+                parsed = fastavro.parse_schema(json.loads(text, object_hook=_as_written), named)
+            self._type = _type_of(parsed, named, {})
+        except RecursionError as error:
+            raise FieldError("is nested too deeply") from error
+        # fastavro checks only a part of what it parses.
+        except (*_BROKEN, fastavro.schema.SchemaParseException) as error:
+            raise FieldError(f"cannot be read: {type(error).__name__} {str(error)[:200]}") from error
 
-        self._fastavro = fastavro
-        self._registry = registry
-        self._types: dict[int, _Type | str] = {}
-        """The type of a schema, or why there is none."""
-        self._unknown_since_s: dict[int, float] = {}
-        """When the registry said that it does not have a schema."""
+    def read(self, content: bytes, at: int, used: Used) -> Any:
+        """The value from a position to the end, in types of JSON. Times are texts; a field that is not used is None.
 
-    def object(self, content: bytes, used: Used) -> dict[str, Any]:
-        """The record in these bytes, in types of JSON; times are texts, and of a field that is not used None.
-
-        Raises ValueError for bad bytes, and RelayError if the registry does not answer.
+        Raises ValueError for bad bytes.
         """
-        value = self._value(content, used)
-        if not isinstance(value, dict):
-            raise FieldError("not a record of Avro")
-        return value
-
-    def key_text(self, key: bytes, used: Used) -> bytes:
-        """A key as JSON if it is Avro; another one as it is. Raises as `object` does."""
-        if key[:1] != b"\0":
-            return key
-        value = self._value(key, used)
-        return json.dumps(value if isinstance(value, dict) else id_text(value, "it")).encode()
-
-    def _value(self, content: bytes, used: Used) -> Any:
-        if len(content) < _HEADER.size or content[0] != 0:
-            raise FieldError("not Avro with a schema id: the first byte is not 0")
-        kind = self._type(_HEADER.unpack_from(content)[1])
-        at = _HEADER.size
+        kind = self._type
         try:
             if isinstance(kind, _Union):
                 kind, at = kind.branch(content, at)
@@ -86,39 +67,6 @@ class AvroValues:
         if at != len(content):
             raise FieldError("not Avro of its schema: bytes are left")
         return value
-
-    def _type(self, number: int) -> _Type:
-        if time.monotonic() - self._unknown_since_s.get(number, math.inf) >= _UNKNOWN_S:
-            del self._types[number], self._unknown_since_s[number]
-        if (kind := self._types.get(number)) is None:
-            if len(self._types) >= _KEPT_SCHEMAS:
-                self._types.clear()
-                self._unknown_since_s.clear()
-            try:
-                kind = self._parsed(number)
-            except UnknownSchemaError as error:
-                kind = str(error)
-                self._unknown_since_s[number] = time.monotonic()
-            except ValueError as error:
-                kind = str(error)
-            self._types[number] = kind
-        if isinstance(kind, str):
-            raise FieldError(kind)
-        return kind
-
-    def _parsed(self, number: int) -> _Type:
-        named: dict[str, Any] = {}
-        schema: Any = None
-        texts = self._registry.texts(number)
-        try:
-            for text in texts:
-                schema = self._fastavro.parse_schema(json.loads(text, object_hook=_as_written), named)
-            return _type_of(schema, named, {})
-        except RecursionError as error:
-            raise FieldError(f"schema {number} is nested too deeply") from error
-        # fastavro checks only a part of what it parses.
-        except (*_BROKEN, self._fastavro.schema.SchemaParseException) as error:
-            raise FieldError(f"schema {number} cannot be read: {type(error).__name__} {str(error)[:200]}") from error
 
 
 def _as_written(schema: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +87,8 @@ def _as_written(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _number(data: bytes, at: int) -> tuple[int, int]:
-    """The integer at a position, and the position after it. Raises IndexError if the data ends before."""
+def zigzag(data: bytes, at: int) -> tuple[int, int]:
+    """The integer of 64 bits at a position, and the position after it. Raises IndexError if the data ends before."""
     byte = data[at]
     if byte < 0x80:
         return (byte >> 1) ^ -(byte & 1), at + 1
@@ -156,7 +104,7 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 
 def _length(data: bytes, at: int) -> tuple[int, int]:
     """A number of bytes, which is not negative."""
-    length, at = _number(data, at)
+    length, at = zigzag(data, at)
     if length < 0:
         raise FieldError("a length is negative")
     return length, at
@@ -164,7 +112,7 @@ def _length(data: bytes, at: int) -> tuple[int, int]:
 
 def _block(data: bytes, at: int) -> tuple[int, int | None, int]:
     """The number of items in the next block of a list, their bytes if they are given, and the position of the items."""
-    count, at = _number(data, at)
+    count, at = zigzag(data, at)
     length = None
     if count < 0:
         count = -count
@@ -200,7 +148,7 @@ class _Fixed(_Type):
     def __init__(self, size: int, convert: Convert | None = None) -> None:
         if size < 0:
             raise FieldError("a size is negative")
-        self._size, self._convert = size, convert or _refuse_bytes
+        self._size, self._convert = size, convert or refuse_bytes
         self.is_empty = size == 0
 
     def skip(self, data: bytes, at: int) -> int:
@@ -218,10 +166,10 @@ class _Number(_Type):
         self._convert = convert
 
     def skip(self, data: bytes, at: int) -> int:
-        return _number(data, at)[1]
+        return zigzag(data, at)[1]
 
     def read(self, data: bytes, at: int) -> tuple[Any, int]:
-        value, at = _number(data, at)
+        value, at = zigzag(data, at)
         return value if self._convert is None else self._convert(value), at
 
 
@@ -249,7 +197,7 @@ class _Union(_Type):
         self._branches = branches
 
     def branch(self, data: bytes, at: int) -> tuple[_Type, int]:
-        index, at = _number(data, at)
+        index, at = zigzag(data, at)
         if not 0 <= index < len(self._branches):
             raise FieldError(f"it is of branch {index} of a union of {len(self._branches)}")
         return self._branches[index], at
@@ -294,8 +242,7 @@ class _List(_Type):
                 return values, at
             if self._items.is_empty:
                 raise FieldError("it is a list of nulls, expected texts or numbers")
-            if len(values) + count > MAX_BEHAVIOURS:
-                raise FieldError(f"it is a list of {len(values) + count:,} values, expected at most {MAX_BEHAVIOURS:,}")
+            check_length(len(values) + count)
             for _ in range(count):
                 value, at = self._items.read(data, at)
                 values.append(value)
@@ -337,22 +284,30 @@ class _Record(_Type):
         raise FieldError("it is a record, expected a text, a number or a list")
 
 
-def _refuse_bytes(_: bytes) -> NoReturn:
+def refuse_bytes(_: object) -> NoReturn:
+    """Raises FieldError."""
     raise FieldError("it is bytes, expected a text, a number or a list")
 
 
-def _time_text(per_second: int) -> Convert:
+def check_length(count: int) -> None:
+    """Raises FieldError for a list that no history has."""
+    if count > MAX_BEHAVIOURS:
+        raise FieldError(f"it is a list of {count:,} values, expected at most {MAX_BEHAVIOURS:,}")
+
+
+def time_text(per_second: int) -> Convert:
     """Of a number of units since the epoch."""
     return lambda value: (_EPOCH + timedelta(microseconds=value * 1_000_000 // per_second)).isoformat()
 
 
+def decimal_text(content: bytes, scale: int) -> str:
+    """Of the unscaled value. Raises ValueError or ArithmeticError."""
+    return str(Decimal(f"{int.from_bytes(content, 'big', signed=True)}e{-scale}"))
+
+
 def _decimal(schema: Mapping[str, Any]) -> Convert:
     scale = int(schema.get("scale", 0))
-
-    def text(content: bytes) -> str:
-        return str(Decimal(f"{int.from_bytes(content, 'big', signed=True)}e{-scale}"))
-
-    return text
+    return lambda content: decimal_text(content, scale)
 
 
 def _symbol(symbols: Sequence[str]) -> Convert:
@@ -371,11 +326,11 @@ _PRIMITIVES: Final[dict[str, _Type]] = {
     "long": _Number(),
     "float": _Fixed(4, lambda content: struct.unpack("<f", content)[0]),
     "double": _Fixed(8, lambda content: struct.unpack("<d", content)[0]),
-    "bytes": _Sized(_refuse_bytes),
+    "bytes": _Sized(refuse_bytes),
     "string": _Sized(bytes.decode),
 }
 _TIMES: Final[dict[str, _Type]] = {
-    f"{zone}timestamp-{unit}": _Number(_time_text(per_second))
+    f"{zone}timestamp-{unit}": _Number(time_text(per_second))
     for zone in ("", "local-")
     for unit, per_second in (("millis", 1000), ("micros", 1_000_000), ("nanos", 1_000_000_000))
 }

@@ -35,6 +35,9 @@ from relaygr.schemas.messages import BehaviourEvent, History
 T = TypeVar("T")
 
 SOURCE: Final = "kafka:"
+KEY_HEADER: Final = "__key_schema_id"
+VALUE_HEADER: Final = "__value_schema_id"
+"""Where Confluent's `HeaderSchemaIdSerializer` writes the schemas of a record."""
 _BATCH: Final = 1000
 _BATCH_S: Final = 0.2
 _TIMEOUT_S: Final = 5.0
@@ -92,6 +95,11 @@ def time_of(record: Message) -> int:
     """The record's timestamp in ms; now, if it has none."""
     kind, time_ms = record.timestamp()
     return int(time_ms if kind != TIMESTAMP_NOT_AVAILABLE else time.time() * 1000)
+
+
+def header_of(record: Message, name: str) -> bytes | None:
+    """The first header of a name; None without one."""
+    return next((value for header, value in record.headers() or () if header == name), None)
 
 
 class Bridge:

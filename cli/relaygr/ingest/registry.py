@@ -1,7 +1,12 @@
-"""Asks a schema registry for Avro schemas: Confluent's, Karapace or Apicurio, which serve the same paths.
+"""Asks a schema registry for schemas: Confluent's, Redpanda's, Karapace or Apicurio, which serve the same paths.
 
-    GET /schemas/ids/ID                       the schema with which a record was written
-    GET /subjects/SUBJECT/versions/VERSION    a schema to which another one refers
+    GET /schemas/ids/ID                       the schema with which a record was written, and its type
+    GET /schemas/guids/GUID                   the same, of a record that names it in a header
+    GET /schemas/ids/ID?format=serialized     of Protobuf: the descriptor, in base64, instead of the text
+    GET /subjects/SUBJECT/versions/VERSION    a schema to which another one refers, and its id
+
+No text of Protobuf is parsed, and a registry that gives nothing else is refused. Karapace gives descriptors at the
+paths of ids only, so those of references are asked for there, too.
 
 A schema never changes. A schema that the registry says it does not have, or that cannot be read, is the fault of the
 records that name it. A registry that does not answer, or refuses, is an outage, and so is a 404 without the registry's
@@ -11,11 +16,15 @@ own error code: it comes from a proxy before the registry, or from an address th
 from __future__ import annotations
 
 import base64
+import binascii
 import json
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import uuid
+from dataclasses import dataclass
+from enum import StrEnum
 from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any, Final
@@ -42,6 +51,29 @@ _UNKNOWN_CODES: Final = (40401, 40402, 40403)
 """The error codes of a subject, a version and a schema that the registry does not have."""
 
 
+Answer = dict[str, Any]
+
+
+class SchemaType(StrEnum):
+    """What a registry calls the types of its schemas."""
+
+    AVRO = "AVRO"
+    PROTOBUF = "PROTOBUF"
+    JSON = "JSON"
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A text of JSON; of Protobuf the bytes of a `FileDescriptorProto`."""
+
+    kind: SchemaType
+    content: bytes
+    needed: tuple[tuple[str, bytes], ...] = ()
+    """Name and content of all to which it refers, each after those that it needs itself. Of Protobuf the name is that
+    of the import. Of JSON Schema there are none: its values are read without their schema.
+    """
+
+
 class UnknownSchemaError(FieldError):
     """The registry does not have the schema. It may have it later."""
 
@@ -66,39 +98,75 @@ class SchemaRegistry:
         self._opener = urllib.request.build_opener(_SameOrigin, *direct)
         self._patient_from_s = 0.0
 
-    def texts(self, number: int) -> list[str]:
-        """The texts of a schema and of all to which it refers: each after those that it needs, its own last.
+    def schema(self, key: int | uuid.UUID) -> Schema:
+        """The schema of an id or a GUID.
 
-        Raises UnknownSchemaError, a ValueError, if there is no such schema, ValueError if it is none of Avro, and
-        RelayError if the registry does not answer.
+        Raises UnknownSchemaError, a ValueError, if there is no such schema, ValueError if its type is unknown, and
+        RelayError if the registry does not answer, or has only the text of Protobuf.
         """
-        what = f"schema {number}"
-        described = self._asked(what, f"/schemas/ids/{number}")
-        if (kind := described.get("schemaType", "AVRO")) != "AVRO":
-            raise FieldError(f"{what} is {str(kind)[:40]}, and only Avro is read")
-        found: list[str] = []
-        self._collect(what, described, set(), found)
-        return found
-
-    def _collect(self, what: str, described: dict[str, Any], seen: set[tuple[str, int]], found: list[str]) -> None:
+        what = f"schema {key}"
+        path = f"/schemas/ids/{key}" if isinstance(key, int) else f"/schemas/guids/{key}"
+        described = self._asked(what, path)
         try:
-            places = [(str(each["subject"]), int(each["version"])) for each in described.get("references") or ()]
-            text = str(described["schema"])
+            kind = SchemaType(described.get("schemaType") or SchemaType.AVRO)  # Confluent's names all but Avro.
+        except ValueError as error:
+            shown = str(described["schemaType"])[:40]
+            raise FieldError(f"{what} is {shown}, and only Avro, Protobuf and JSON Schema are read") from error
+        if kind is SchemaType.JSON:
+            return Schema(kind, b"")
+        needed: list[tuple[str, bytes]] = []
+        self._collect(what, kind, described, set(), needed)
+        is_protobuf = kind is SchemaType.PROTOBUF
+        content = self._descriptor(what, path) if is_protobuf else self._text(what, described)
+        return Schema(kind, content, tuple(needed))
+
+    def _collect(
+        self,
+        what: str,
+        kind: SchemaType,
+        described: Answer,
+        seen: set[tuple[str, int]],
+        needed: list[tuple[str, bytes]],
+    ) -> None:
+        """Appends all to which a schema refers."""
+        try:
+            found = [
+                (str(each["name"]), str(each["subject"]), int(each["version"]))
+                for each in described.get("references") or ()
+            ]
         except (LookupError, TypeError, ValueError) as error:
             raise self._refused(what, error) from error
-        for place in places:
-            if place in seen:  # Needed twice; or it refers to itself, and then the parser does not find its types.
+        for name, subject, version in found:
+            if (subject, version) in seen:  # Needed twice; or it refers to itself, and then its types are not found.
                 continue
             if len(seen) >= _MAX_REFERENCES:
                 raise FieldError(f"{what} needs more than {_MAX_REFERENCES} other schemas")
-            seen.add(place)
-            subject, version = place
-            path = f"/subjects/{urllib.parse.quote(subject, safe='')}/versions/{version}"
-            needed = f"version {version} of subject {subject[:80]}"
-            self._collect(needed, self._asked(needed, path), seen, found)
-        found.append(text)
+            seen.add((subject, version))
+            other = f"version {version} of subject {subject[:80]}"
+            answer = self._asked(other, f"/subjects/{urllib.parse.quote(subject, safe='')}/versions/{version}")
+            self._collect(other, kind, answer, seen, needed)
+            if kind is SchemaType.PROTOBUF:
+                needed.append((name, self._descriptor(other, f"/schemas/ids/{answer.get('id')}")))
+            else:
+                needed.append((name, self._text(other, answer)))
 
-    def _asked(self, what: str, path: str) -> dict[str, Any]:
+    def _text(self, what: str, described: Answer) -> bytes:
+        if not isinstance(text := described.get("schema"), str):
+            raise self._refused(what, TypeError("the answer has no text of a schema"))
+        return text.encode(errors="surrogatepass")
+
+    def _descriptor(self, what: str, path: str) -> bytes:
+        text = self._text(what, self._asked(what, f"{path}?format=serialized"))
+        try:
+            return base64.b64decode(text, validate=True)
+        except binascii.Error as error:
+            raise RelayError(
+                f"the registry {self._url} gives {what}, which is of Protobuf, as text only, and the bridge reads what "
+                "registries give for ?format=serialized: Confluent's from 5.5 on, Redpanda's from 25.2 on, Apicurio "
+                "from 3.1.2 on, and Karapace. Use one of these, or write the topic in another format."
+            ) from error
+
+    def _asked(self, what: str, path: str) -> Answer:
         """The object at a path. Raises UnknownSchemaError, FieldError if it is too long, and RelayError."""
         pauses = iter(_PAUSES_S if time.monotonic() >= self._patient_from_s else ())
         request = urllib.request.Request(self._url + path, headers=self._headers)

@@ -10,7 +10,7 @@ from relaygr.runtime.settings import Section
 
 
 class RegistrySettings(Section):
-    """User and password of the schema registry of Avro topics (docs/publishing.md)."""
+    """User and password of the schema registry of topics of Avro, Protobuf or JSON Schema (docs/publishing.md)."""
 
     username: str | None = Field(None, description="user name for the registry; none: it asks for none")
     password: SecretStr | None = Field(None, description="password for the registry")
