@@ -340,6 +340,7 @@ def test_any_bytes_are_a_message_or_a_bad_one(registry: Registry) -> None:
     assert min(ended.values()) > 100, ended
 
 
+@pytest.mark.slow
 def test_any_descriptor_is_read_or_makes_bad_records(registry: Registry) -> None:
     described, body = referring(registry)
     good = described.SerializeToString()
