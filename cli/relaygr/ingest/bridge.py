@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from confluent_kafka import (
     TIMESTAMP_NOT_AVAILABLE,
@@ -99,7 +99,8 @@ def time_of(record: Message) -> int:
 
 def header_of(record: Message, name: str) -> bytes | None:
     """The first header of a name; None without one."""
-    return next((value for header, value in record.headers() or () if header == name), None)
+    headers = cast("list[tuple[str, bytes | None]]", record.headers() or [])  # Of a message that was read.
+    return next((value for header, value in headers if header == name), None)
 
 
 class Bridge:

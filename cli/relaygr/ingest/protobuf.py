@@ -47,6 +47,8 @@ class ProtobufReader:
             self._imported = [(name, FileDescriptorProto.FromString(content)) for name, content in schema.needed]
         except DecodeError as error:
             raise FieldError(f"cannot be read: {error}") from error
+        self._paths: dict[tuple[int, ...], tuple[list[DescriptorProto], tuple[str, ...]]] = {}
+        """By indexes: the messages from the file to the one that is meant, and the names of its fields."""
         self._classes: dict[tuple[tuple[int, ...], frozenset[str]], _Class | str] = {}
         """The class of a message with some of its fields, or why there is none."""
 
@@ -57,13 +59,9 @@ class ProtobufReader:
         Raises ValueError for bad bytes.
         """
         indexes, at = _indexes(content, at)
-        path: list[DescriptorProto] = []
-        for index in indexes:
-            within = path[-1].nested_type if path else self._root.message_type
-            if not 0 <= index < len(within):
-                raise FieldError(f"it is message {index} of a schema of {len(within)}")
-            path.append(within[index])
-        names = tuple(field.name for field in path[-1].field)
+        if (found := self._paths.get(indexes)) is None:
+            found = self._paths[indexes] = self._path(indexes)
+        path, names = found
         wanted = frozenset(used(names))
         made = self._classes.get((indexes, wanted))
         if made is None:
@@ -77,6 +75,15 @@ class ProtobufReader:
         if isinstance(made, str):
             raise FieldError(made)
         return dict.fromkeys(names) | made.read(content[at:])
+
+    def _path(self, indexes: tuple[int, ...]) -> tuple[list[DescriptorProto], tuple[str, ...]]:
+        path: list[DescriptorProto] = []
+        for index in indexes:
+            within = path[-1].nested_type if path else self._root.message_type
+            if not 0 <= index < len(within):
+                raise FieldError(f"it is message {index} of a schema of {len(within)}")
+            path.append(within[index])
+        return path, tuple(field.name for field in path[-1].field)
 
     def _made(self, indexes: tuple[int, ...], path: list[DescriptorProto], used: frozenset[str]) -> _Class:
         """The class of the message at the end of a path, with only its used fields."""

@@ -146,7 +146,9 @@ class SchemaRegistry:
             answer = self._asked(other, f"/subjects/{urllib.parse.quote(subject, safe='')}/versions/{version}")
             self._collect(other, kind, answer, seen, needed)
             if kind is SchemaType.PROTOBUF:
-                needed.append((name, self._descriptor(other, f"/schemas/ids/{answer.get('id')}")))
+                if not isinstance(schema_id := answer.get("id"), int):
+                    raise self._refused(other, TypeError("the answer has no id of the schema"))
+                needed.append((name, self._descriptor(other, f"/schemas/ids/{schema_id}")))
             else:
                 needed.append((name, self._text(other, answer)))
 
@@ -162,8 +164,8 @@ class SchemaRegistry:
         except binascii.Error as error:
             raise RelayError(
                 f"the registry {self._url} gives {what}, which is of Protobuf, as text only, and the bridge reads what "
-                "registries give for ?format=serialized: Confluent's from 5.5 on, Redpanda's from 25.2 on, Apicurio "
-                "from 3.1.2 on, and Karapace. Use one of these, or write the topic in another format."
+                "registries give for ?format=serialized: Confluent's from 5.5 on, Redpanda's from 25.2 on, Karapace, "
+                "and Apicurio since the end of 2025. Use one of these, or write the topic as Avro or JSON."
             ) from error
 
     def _asked(self, what: str, path: str) -> Answer:
