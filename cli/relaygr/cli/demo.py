@@ -66,7 +66,7 @@ def demo(
         bool,
         typer.Option(
             "--pool",
-            help="Play twice, the second time with new workers and the pool of the first ones, without the page.",
+            help="Play twice, the second time with new workers and the pool of the first ones.",
         ),
     ] = False,
     ui: Annotated[bool, typer.Option("--ui/--no-ui", help="Serve a live page of both runs.")] = True,

@@ -1,6 +1,7 @@
 """The output of the demo: the plan, a live table during a run, and the summary of both runs.
 
-The live table shows the answers of the gateway, the cache of each worker, the decisions of the trigger, and the lag.
+The live table says first what is wrong, in the words of `relaygr.conditions`. Then it shows the answers of the gateway,
+the cache of each worker, the pool, the decisions of the trigger, and the lag.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from relaygr.admission.corrector import PredictionQuality
 from relaygr.admission.latency import Stage
+from relaygr.conditions import QUEUE_PART, Finding, Seen, Severity, judge
 from relaygr.demo.plan import DemoPlan
 from relaygr.demo.summary import (
     COLD_SHARE,
@@ -38,8 +40,8 @@ from relaygr.processes import CommandProcess, read_metrics
 from relaygr.schemas.ended import Ended
 from relaygr.schemas.messages import Path
 from relaygr.traffic.records import ImpressionRecord, in_time, parse_record
-from relaygr.ui.model import ranges
-from relaygr.ui.scrape import Reading
+from relaygr.ui.model import STALE_MS, pool_of, ranges
+from relaygr.ui.scrape import THROTTLE, Reading
 
 if TYPE_CHECKING:
     from relaygr.demo.quality import QualityComparison
@@ -47,8 +49,9 @@ if TYPE_CHECKING:
 REFRESH_S = 0.5
 PLAIN_INTERVAL_S = 5.0
 _WINDOW = 500
+MOST_PROBLEMS = 3
+"""Shown at once: the table must fit 24 lines, and the first ones are the gravest."""
 
-LagLines = Callable[[], Sequence[str]]
 Owners = Callable[[], Mapping[str, Sequence[int]]]
 """Partitions by worker id."""
 
@@ -86,10 +89,11 @@ class LagWatch:
     def __exit__(self, *_: object) -> None:
         self.monitor.stop()
 
-    def lines(self) -> Sequence[str]:
-        """A short text for each group; none before the first measurement."""
+    @property
+    def groups(self) -> Sequence[GroupReport]:
+        """None before the first measurement."""
         report = self.monitor.state.report
-        return () if report is None else [_line(group) for group in report.groups]
+        return () if report is None else report.groups
 
 
 def _line(group: GroupReport) -> str:
@@ -111,7 +115,7 @@ class Board:
         workers: Sequence[CommandProcess],
         trigger: CommandProcess | None,
         owners: Owners,
-        lag_lines: LagLines,
+        lag: LagWatch | None,
         expected: int = 0,
     ) -> None:
         """`expected`: the requests of the run; 0: not known."""
@@ -123,7 +127,9 @@ class Board:
         self._workers = workers
         self._trigger = trigger
         self._owners = owners
-        self._lag_lines = lag_lines
+        self._lag = lag
+        self._told: set[str] = set()
+        """The names of what was wrong when the last line was printed."""
         self._started_s = time.monotonic()
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -147,6 +153,7 @@ class Board:
                 next_line_s += PLAIN_INTERVAL_S
                 self._records.read()
                 self._console.print(self._line())
+                self._print_problems()
             time.sleep(0.2)
         self._records.read()
 
@@ -163,14 +170,63 @@ class Board:
             f"P50 {_latency(recent.p50_ms)}, P99 {_latency(recent.p99_ms)} of {self._budget_ms} ms; {mix}"
         )
 
+    def _print_problems(self) -> None:
+        """Prints what is wrong and was not when the last line was printed."""
+        found = self._problems(self._readings())
+        for problem in found:
+            if problem.name not in self._told:
+                self._console.print(_problem(problem), soft_wrap=True)
+        self._told = {problem.name for problem in found}
+
+    def _readings(self) -> dict[str, Reading]:
+        """The metrics of workers and trigger, by name."""
+        processes = [*self._workers, *([] if self._trigger is None else [self._trigger])]
+        return {process.name: read_metrics(process.port) for process in processes}
+
+    def _problems(self, readings: Mapping[str, Reading]) -> list[Finding]:
+        recent = self._records.records[-_WINDOW:]
+        failed = sum(record.status == Ended.FAILED for record in recent)
+        truncated = sum(record.path == Path.TRUNCATED for record in recent)
+        ranked = [record for record in recent if record.status == Ended.RANKED]
+        # The statuses that were there before the run are read by then.
+        is_heard = time.monotonic() - self._started_s > STALE_MS / 1000
+        pools = {name: pool_of(reading) for name, reading in readings.items()}
+        return judge(
+            Seen(
+                ready=len(self._owners()) if is_heard else None,
+                ended=len(recent),
+                late=sum(not in_time(record) for record in recent) - failed - truncated,
+                failed=failed,
+                truncated=truncated,
+                ranked=len(ranked),
+                waited=sum(map(self._waited_long, ranked)),
+                groups=() if self._lag is None else self._lag.groups,
+                held_back_s={name: reading.largest(THROTTLE) for name, reading in readings.items()},
+                away=[name for name, pool in pools.items() if pool is not None and pool.away],
+            )
+        )
+
+    def _waited_long(self, record: ImpressionRecord) -> bool:
+        at_worker_us = self._budget_ms * 1000 - (record.to_worker_us or 0)
+        return record.timings is not None and record.timings.queue_us > QUEUE_PART * at_worker_us
+
     def _draw(self) -> RenderableType:
-        readings = [read_metrics(worker.port) for worker in self._workers]
-        parts: list[RenderableType] = [self._gateway_lines(), self._worker_table(readings)]
+        readings = self._readings()
+        problems = self._problems(readings)
+        parts: list[RenderableType] = [_problem(problem) for problem in problems[:MOST_PROBLEMS]]
+        if len(problems) > MOST_PROBLEMS:
+            parts.append(Text(f"           and {len(problems) - MOST_PROBLEMS} more", style="yellow"))
+        parts += [self._gateway_lines(), self._worker_table([readings[worker.name] for worker in self._workers])]
+        pools = [pool for reading in readings.values() if (pool := pool_of(reading)) is not None]
+        if pools:
+            written, loaded = (
+                sum(counts) for counts in zip(*((each.written, each.loaded) for each in pools), strict=True)
+            )
+            parts.append(Text(f"pool       {written} written, {loaded} loaded"))
         if self._trigger is not None:
-            parts.append(_decisions(read_metrics(self._trigger.port)))
-        lag = self._lag_lines()
-        if lag:
-            parts.append(Text("lag        " + "   ".join(lag), style="dim"))
+            parts.append(_decisions(readings[self._trigger.name]))
+        if self._lag is not None and self._lag.groups:
+            parts.append(Text("lag        " + "   ".join(map(_line, self._lag.groups)), style="dim"))
         return Group(*parts)
 
     def _gateway_lines(self) -> Text:
@@ -209,6 +265,12 @@ class Board:
                 f"{reading.total('relaygr_worker_device_seconds_total'):.1f}",
             )
         return table
+
+
+def _problem(problem: Finding) -> Text:
+    """What is wrong, and which section of the documentation helps."""
+    style = "red" if problem.severity is Severity.CRITICAL else "yellow"
+    return Text.assemble(("wrong      ", "dim"), (f"{problem.text}.", style), f" See {problem.page}.")
 
 
 def _path_mix(records: Sequence[ImpressionRecord]) -> Counter[str]:

@@ -33,6 +33,7 @@ from relaygr.processes import STOP_TIMEOUT_S, die_with_the_parent
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import Settings
 from relaygr.traffic.records import read_records
+from relaygr.ui.page import Page
 from relaygr.worker.pool.settings import PoolSettings
 from relaygr.worker.pool.stores import store_url
 from relaygr.worker.pool.stores.contract import ObjectKey, PutOutcome, StoredObject, StoreDownError
@@ -99,26 +100,41 @@ def local_pool(folder: Path) -> Iterator[PoolSettings]:
 
 
 def run_pool(
-    console: Console, settings: Settings, broker: LocalBroker, prefix: str, folder: Path, plan: DemoPlan
+    console: Console,
+    settings: Settings,
+    broker: LocalBroker,
+    prefix: str,
+    folder: Path,
+    plan: DemoPlan,
+    page: Page | None = None,
 ) -> PoolDemo:
-    """Plays the schedule twice, with new workers the second time, and prints the result."""
+    """Plays the schedule twice, with new workers the second time, and prints the result. `page` shows both runs."""
+
+    def show_phase(phase: str) -> None:
+        if page is not None:
+            page.set_phase(phase)
+
     first_file, second_file, reference_file = (folder / f"{name}.jsonl" for name in ("first", "second", "reference"))
+    show_phase("starting the pool")
     with local_pool(folder / "pool") as pool:
         # A warm-up would compute the prefixes before their users come.
         worker = settings.worker.model_copy(update={"pool": pool, "warm_up_users": 0})
         pooled = settings.model_copy(update={"worker": worker})
 
         def stack(name: str, of: Settings, *, reuse: bool = True) -> DemoStack:
+            show_phase("starting the workers")
             own = f"{prefix}-{name}"
             named = of.model_copy(update={"topic_prefix": own, "group_prefix": own})
-            return DemoStack(console, folder, broker, named, relay=True, workers=plan.workers, reuse=reuse)
+            return DemoStack(
+                console, folder, broker, named, relay=True, workers=plan.workers, observed=reuse, reuse=reuse, page=page
+            )
 
         console.print(f"pool       {pool.store}, {HOLDERS} holders")
         with stack("first", pooled) as running:
-            running.play("first run: workers write to the pool", first_file)
+            running.play("workers that fill the pool", first_file)
             console.print(f"           {_counts(running, *_WRITES)}")
         with stack("second", pooled) as running:
-            run = running.play("second run: new workers", second_file)
+            run = running.play("new workers", second_file)
             console.print(f"           {_counts(running, *_FETCHES)}")
             told = [each.total("relaygr_pool_fetches_total", outcome="loaded") for each in running.worker_readings()]
         with stack("reference", settings, reuse=False) as running:

@@ -92,14 +92,15 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
     chosen = check_broker(options.broker, _known_bootstrap(settings), settings)
     prefix = _own_prefix(console, chosen, options.assume_yes)
     if options.pool:
-        return _run_pool(console, settings, options, prefix)
+        require_pool()
+    run = _run_pool if options.pool else _run
     if not options.serve_page:
-        return _run(console, settings, options, prefix, None)
-    page = Page("RelayGR demo")
+        return run(console, settings, options, prefix, None)
+    page = Page("RelayGR demo", "Workers that fill the pool, and new workers") if options.pool else Page("RelayGR demo")
     page.set_phase("measuring this machine")
     with _server(page, settings.ui) as server:
         _print_address(console, server)
-        result = _run(console, settings, options, prefix, page)
+        result = run(console, settings, options, prefix, page)
         page.judge(gate_views(result.gates))
         page.set_phase("both runs have ended")
         if options.stay:
@@ -109,8 +110,7 @@ def run_demo(console: Console, settings: Settings, options: DemoOptions) -> Demo
         return result
 
 
-def _run_pool(console: Console, settings: Settings, options: DemoOptions, prefix: str) -> PoolDemo:
-    require_pool()
+def _run_pool(console: Console, settings: Settings, options: DemoOptions, prefix: str, page: Page | None) -> PoolDemo:
     with _folder(options.keep) as folder:
         population, calibration = population_of(settings.traffic), folder / CALIBRATION_FILE
         model = options.model or make_model(folder / "model", settings, population)
@@ -118,7 +118,7 @@ def _run_pool(console: Console, settings: Settings, options: DemoOptions, prefix
         print_plan(console, plan, population.size)
         with _broker(console, settings, options) as broker:
             planned = planned_settings(settings, plan, model, calibration, broker, population.size)
-            return run_pool(console, planned, broker, prefix, folder, plan)
+            return run_pool(console, planned, broker, prefix, folder, plan, page)
 
 
 def _run(console: Console, settings: Settings, options: DemoOptions, prefix: str, page: Page | None) -> DemoResult:

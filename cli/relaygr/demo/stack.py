@@ -117,7 +117,7 @@ class DemoStack:
             self._workers,
             self._trigger,
             self._owners,
-            self._lag.lines if self._lag is not None else tuple,
+            self._lag,
             expected,
         )
         board.run(lambda: self._has_ended(gateway))

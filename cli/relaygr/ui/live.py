@@ -38,7 +38,9 @@ class LiveCluster:
         self._settings = settings
         self._pages = dict(pages or {})
         self._pages.update((url, masked(url)) for url in settings.scrape)
-        self._scraper = Scraper(settings.scrape_interval_s, self._targets, self._note_metrics)
+        self._scraper = Scraper(
+            settings.scrape_interval_s, self._targets, self._note_metrics, named=lambda: self._model.pages_named
+        )
         self._own_monitor = monitor is None
         # Time stamps of unread records would have to be read from the topics.
         self._monitor = monitor or LagMonitor(session, LagSettings(interval_s=LAG_INTERVAL_S, record_timeout_s=0))

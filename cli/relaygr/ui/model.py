@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from relaygr.admission.worker_table import NoRoomError, WorkerTable
+from relaygr.conditions import QUEUE_PART, Finding, Seen, judge
 from relaygr.lag.report import GroupReport, LagReport
 from relaygr.runtime.quantiles import quantile_of_counts
 from relaygr.schemas.ended import UNRANKED, Ended
@@ -143,9 +144,12 @@ class TierFill:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The pool by a worker's metrics. `loaded`: prefixes that the worker loaded from it, since its start."""
+    """The pool by a worker's metrics. `written` and `loaded`: objects that the worker wrote to it and prefixes that it
+    loaded from it, since its start.
+    """
 
     away: bool
+    written: int
     loaded: int
 
 
@@ -252,7 +256,8 @@ class LiveSnapshot:
     """Lost requests by the gateways' metrics, since their start; None: no gateway's metrics."""
     skipped: int
     unreadable: int
-    problems: Sequence[str]
+    problems: Sequence[Finding]
+    """What is wrong, the gravest first (`relaygr.conditions`)."""
 
 
 @dataclass(slots=True)
@@ -277,6 +282,10 @@ class _Second:
     """Their latencies in sum, and those of requests whose prefix was not ready:"""
     not_ready_ms: float = 0.0
     late: int = 0
+    waited: int = 0
+    """Ranked requests that waited in the queue for more than `QUEUE_PART` of their time."""
+    stale: Counter[str] = field(default_factory=Counter)
+    """Ranked requests on a stale history, by its cause."""
     dots: list[tuple[float, float, int]] = field(default_factory=list)
     """At s of the monotonic clock, ms, kind."""
     offered_dots: int = 0
@@ -337,13 +346,15 @@ class LiveModel:
         self._standbys: dict[str, int] = {}
         self._held_back_s: dict[str, float] = {}
         """The longest time for which Kafka lately held back an answer, by process."""
-        self._lag: Sequence[LagView] | None = None
+        self._groups: Sequence[GroupReport] | None = None
         self._lag_problem: str | None = None
         self._reader_problem: str | None = None
         self._silent_pages: dict[str, None] = {}
         self._skipped = 0
         self._unreadable = 0
         self._random = random.Random(1)
+        self.pages_named = 0
+        """How often a worker named a metrics page that it had not named before."""
 
     # -- messages ----------------------------------------------------------------------------------
 
@@ -432,6 +443,8 @@ class LiveModel:
             return
         written_at_us = min(status.written_at_us, wall_us)
         known = self._workers.get(worker_id)
+        if status.metrics_url is not None and (known is None or known.status.metrics_url != status.metrics_url):
+            self.pages_named += 1
         if known is None:
             with contextlib.suppress(NoRoomError):
                 self._workers.make_room(worker_id, wall_us)
@@ -487,7 +500,7 @@ class LiveModel:
         """The last lag report, or why there is none."""
         self._lag_problem = error
         if report is not None:
-            self._lag = [_lag_view(group) for group in report.groups]
+            self._groups = report.groups
 
     def note_reader(self, problem: str | None) -> None:
         """Why the topics cannot be read; None if they can."""
@@ -516,12 +529,12 @@ class LiveModel:
             silent_workers=max(len(self._workers), self._fleet.summary(wall_us).workers) - len(shown),
             owners=self._owners(shown, wall_us),
             decisions=self._decided(now_us),
-            lag=self._lag,
+            lag=None if self._groups is None else [_lag_view(group) for group in self._groups],
             late=[_request_view(each, now_us) for each in list(self._late)[: -SHOWN_REQUESTS - 1 : -1]],
             lost=sum(self._lost.values()) if self._lost else None,
             skipped=self._skipped,
             unreadable=self._unreadable,
-            problems=self._problems(now_us, wall_us),
+            problems=judge(self._seen(window, ended, now_us, wall_us)),
         )
 
     def find(self, text: str, now_us: int) -> list[RequestView]:
@@ -535,38 +548,37 @@ class LiveModel:
         )
         return [_request_view(each, now_us) for each in itertools.islice(found, SHOWN_REQUESTS)]
 
-    def _problems(self, now_us: int, wall_us: int) -> list[str]:
-        found = [text for text in (self._reader_problem, self._lag_problem) if text]
+    def _seen(self, window: Sequence[_Second], ended: int, now_us: int, wall_us: int) -> Seen:
+        """What can be judged of the window, and of the last statuses, metrics and lag."""
+        kinds, stale = Counter[str](), Counter[str]()
+        for each in window:
+            kinds.update(each.kinds)
+            stale.update(each.stale)
+        errors = [text for text in (self._reader_problem, self._lag_problem) if text]
+        pools = {name: pool_of(known.reading) for name, known in sorted(self._workers.items())}
         # By then the statuses that are already in the topic have been read. Without a broker workers are not heard.
-        was_read = now_us - self._started_us > STALE_MS * 1000 and not found
-        ready = [known.status for known in self._workers.values() if _is_fresh(known, wall_us)]
-        if was_read and all(status.pre_infer is not None for status in ready):
-            found.append("No worker is ready, so no request is ranked: start one, or see `/readyz` of those that run")
+        was_read = now_us - self._started_us > STALE_MS * 1000 and not errors
+        fresh = {name: known for name, known in sorted(self._workers.items()) if _is_fresh(known, wall_us)}
         revisions: dict[str, list[str]] = {}
-        for name, known in sorted(self._workers.items()):
-            if _is_fresh(known, wall_us):
-                revisions.setdefault(known.status.model_revision[:8], []).append(name)
-        if len(revisions) > 1:
-            split = "; ".join(f"{each} on {len(names)}, such as {names[0]}" for each, names in revisions.items())
-            found.append(
-                f"Ready workers have {len(revisions)} revisions of the model, as while one is deployed: {split}"
-            )
-        away = [name for name, known in sorted(self._workers.items()) if (pool := _pool(known.reading)) and pool.away]
-        if away:
-            found.append(
-                f"The pool hangs or does not answer for {len(away)} workers, such as {away[0]}: they compute instead"
-            )
-        held_back_s = {name: held_s for name, held_s in self._held_back_s.items() if held_s > 0}
-        if held_back_s:
-            worst = max(held_back_s, key=lambda name: held_back_s[name])
-            found.append(
-                f"A quota of Kafka holds back the answers to {len(held_back_s)} processes, such as {worst}, for up to "
-                f"{held_back_s[worst]:.2f} s: raise it (see `relaygr doctor`)"
-            )
-        if self._silent_pages:
-            names = ", ".join(list(self._silent_pages)[:4])
-            found.append(f"{len(self._silent_pages)} metrics pages do not answer: {names}")
-        return found
+        for name, known in fresh.items():
+            revisions.setdefault(known.status.model_revision[:8], []).append(name)
+        failed, truncated = kinds[Ended.FAILED.on_page], kinds[Path.TRUNCATED.value]
+        return Seen(
+            errors=errors,
+            ready=sum(known.status.pre_infer is None for known in fresh.values()) if was_read else None,
+            ended=ended,
+            late=sum(each.late for each in window) - failed - truncated,
+            failed=failed,
+            truncated=truncated,
+            ranked=sum(kinds[kind] for kind in (*_RANKED, OTHER)),
+            waited=sum(each.waited for each in window),
+            stale=stale,
+            groups=self._groups or (),
+            held_back_s=self._held_back_s,
+            away=[name for name, pool in pools.items() if pool is not None and pool.away],
+            revisions=revisions,
+            silent_pages=list(self._silent_pages),
+        )
 
     def _shown_workers(self, wall_us: int) -> list[str]:
         alive = [
@@ -591,7 +603,7 @@ class LiveModel:
             partitions=len(status.partitions),
             hbm=_fill("hbm", status.hbm_capacity_bytes, status.hbm_free_bytes, reading),
             dram=_fill("dram", status.dram_capacity_bytes, status.dram_free_bytes, reading),
-            pool=_pool(reading),
+            pool=pool_of(reading),
             queue_p99_ms=status.ranking_queue_p99_us / 1000,
             backlog_ms=None if status.ranking_backlog_us is None else status.ranking_backlog_us / 1000,
             hit_share=None if reading is None else reading.hit_share,
@@ -680,6 +692,8 @@ class LiveModel:
         second = self._now(now_us)
         second.kinds[kind] += 1
         late = kind in _LATE
+        if result is not None and result.outcome is Ended.RANKED:
+            self._count_ranked(second, entry, result)
         if result is not None and entry.sent_at_us:
             late = late or 0 < entry.deadline_us < result.sent_at_us
             latency_ms = max(0, result.sent_at_us - entry.sent_at_us) / 1000
@@ -699,6 +713,14 @@ class LiveModel:
             self._kept[name] = ended
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
+
+    def _count_ranked(self, second: _Second, entry: _Request, result: RankingResult) -> None:
+        if result.history_stale:
+            cause = result.history_stale_cause
+            # Older workers name no cause.
+            second.stale[OTHER if cause is None else choice_label(cause)] += 1
+        if entry.deadline_us:
+            second.waited += result.timings.queue_us > QUEUE_PART * (entry.deadline_us - result.received_at_us)
 
     def _add_dot(self, second: _Second, dot: tuple[float, float, int]) -> None:
         """Keeps a random sample of the second's requests."""
@@ -786,11 +808,13 @@ def _fill(tier: str, capacity_bytes: int, free_bytes: int, reading: Reading | No
     return TierFill(capacity_bytes, max(0, capacity_bytes - free_bytes), None)
 
 
-def _pool(reading: Reading | None) -> PoolView | None:
+def pool_of(reading: Reading | None) -> PoolView | None:
+    """The pool of the worker with these metrics; None if it has none."""
     loaded = {} if reading is None else reading.by_label("relaygr_pool_fetches_total", "outcome")
     if reading is None or "loaded" not in loaded:
         return None
-    return PoolView(reading.total("relaygr_pool_away") > 0, int(loaded["loaded"]))
+    written = reading.total("relaygr_pool_objects_written_total", outcome="stored")
+    return PoolView(reading.total("relaygr_pool_away") > 0, int(written), int(loaded["loaded"]))
 
 
 def _device_share(device: Sequence[tuple[int, float]]) -> float | None:

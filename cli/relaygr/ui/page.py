@@ -63,8 +63,10 @@ class GateView:
 class Page:
     """The state behind the page. Any thread may change it or ask for the document."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, comparison: str = "Relay on and off") -> None:
+        """`comparison`: the heading of the comparison of two runs."""
         self._title = title
+        self._comparison = comparison
         self._lock = threading.Lock()
         self._phase = ""
         self._live: Observed | None = None
@@ -112,6 +114,7 @@ class Page:
         live = self._live
         return {
             "title": self._title,
+            "comparison": self._comparison,
             "phase": self._phase,
             "ended": live is not None and live.has_ended,
             "live": None if live is None else asdict(live.snapshot()),

@@ -33,6 +33,9 @@ MAX_BYTES: Final = 4 * 1024 * 1024
 MAX_LINES: Final = 4096
 """The wanted lines of a page. Our processes have a few hundred."""
 MAX_TARGETS: Final = 256
+LEAST_WAIT_S: Final = 0.5
+"""Between two rounds, also if new targets are named all the time."""
+_TURN_S: Final = 0.1
 LARGEST: Final = 2.0**63
 THROTTLE: Final = "relaygr_kafka_broker_throttle_seconds"
 WANTED: Final = (
@@ -44,6 +47,7 @@ WANTED: Final = (
     THROTTLE,
     "relaygr_pool_away",
     "relaygr_pool_fetches_total",
+    "relaygr_pool_objects_written_total",
     "relaygr_supervisor_children",
     "relaygr_trigger_decisions_total",
     "relaygr_worker_device_seconds_total",
@@ -178,12 +182,16 @@ class Scraper:
         targets: Callable[[], Mapping[str, str]],
         deliver: Callable[[str, Reading | None], None],
         read: Callable[[str], Reading | None] = read_page,
+        named: Callable[[], int] = int,
     ) -> None:
-        """`targets`: address -> name, asked before each round; `deliver` gets name and reading."""
+        """`targets`: address -> name, asked before each round; `deliver` gets name and reading. `named`: a number that
+        changes when there are new targets, which are then read at once.
+        """
         self._interval_s = interval_s
         self._targets = targets
         self._deliver = deliver
         self._read = read
+        self._named = named
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ui-scraper", daemon=True)
         self._silent: set[str] = set()
@@ -199,14 +207,18 @@ class Scraper:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            started_s = time.monotonic()
+            started_s, named = time.monotonic(), self._named()
             for url, name in list(self._targets().items())[:MAX_TARGETS]:
                 if self._stopping.is_set():
                     return
                 reading = self._read(url)
                 self._note(url, reading is not None)
                 self._deliver(name, reading)
-            self._stopping.wait(max(0.1, self._interval_s - (time.monotonic() - started_s)))
+            ends_s, least_s = started_s + self._interval_s, time.monotonic() + min(LEAST_WAIT_S, self._interval_s)
+            while not self._stopping.wait(_TURN_S):
+                now_s = time.monotonic()
+                if now_s >= least_s and (now_s >= ends_s or self._named() != named):
+                    break
 
     def _note(self, url: str, answered: bool) -> None:
         if answered:

@@ -110,7 +110,7 @@ function tier(label, fill, pool = null) {
   meter.children[0].style.width = `${100 * Math.min(1, held)}%`;
   meter.children[1].style.width = `${100 * Math.min(1 - held, cached)}%`;
   const words = fill.cached_bytes === null ? `${share(held)} held of ${bytes(fill.capacity_bytes)}` : `${share(used)} of ${bytes(fill.capacity_bytes)}`;
-  const loaded = pool && node("div", { class: "small" }, "pool: ", pool.away ? node("span", { class: "pill warn" }, "away") : `${whole(pool.loaded)} loaded`);
+  const loaded = pool && node("div", { class: "small" }, "pool: ", pool.away ? node("span", { class: "pill warn" }, "away") : `${whole(pool.written)} written, ${whole(pool.loaded)} loaded`);
   return node("td", { "data-label": label }, meter, node("span", { class: "small" }, words), loaded);
 }
 
@@ -142,7 +142,8 @@ function showWorkers(live) {
   });
   if (!rows.length) rows.push(node("tr", {}, node("td", { colspan: "8", class: "muted" }, "No worker has written a status in the last minute.")));
   $("workers").tBodies[0].replaceChildren(...rows);
-  say("workers-note", [`${live.workers.filter((worker) => worker.fresh).length} ready`, live.silent_workers ? `${live.silent_workers} silent or not shown` : ""].filter(Boolean).join(", "));
+  const ready = live.workers.filter((worker) => worker.fresh), helpers = ready.filter((worker) => worker.pre_infer).length;
+  say("workers-note", [`${ready.length - helpers} ready`, helpers ? `${helpers} pre-infer` : "", live.silent_workers ? `${live.silent_workers} silent or not shown` : ""].filter(Boolean).join(", "));
 }
 
 function showPartitions(live) {
@@ -243,7 +244,8 @@ function showComparison(state) {
   box.hidden = !runs.length;
   if (!runs.length) return;
   const [on, off] = runs, both = off !== undefined;
-  say("comparison-note", both ? `the same schedule, deadline ${state.deadline_ms} ms` : `deadline ${state.deadline_ms} ms; the run without the relay follows`);
+  say("comparison-title", state.comparison);
+  say("comparison-note", both ? `the same schedule, deadline ${state.deadline_ms} ms` : `deadline ${state.deadline_ms} ms; the second run follows`);
   // Less is better in all of them; null is no answer at all.
   const tiles = [
     ["late, cut or failed", (run) => (run.offered ? run.late / run.offered : 0), (run, value) => share(value)],
@@ -262,6 +264,19 @@ function showComparison(state) {
   $("gates").replaceChildren(...state.gates.map((gate) => node("li", { class: `pill ${!gate.judged ? "" : gate.passed ? "good" : "bad"}`, title: gate.found }, `${gate.name}${gate.judged ? "" : " (not judged)"}`)));
 }
 
+/** The first lines of the page: what is wrong, and which page of the documentation helps. */
+function showProblems(problems) {
+  const list = $("problems"), names = problems.map((problem) => problem.name).join(" ");
+  list.hidden = !problems.length;
+  const shown = problems.map((problem) => `${problem.text}\n${problem.page}`).join("\n");
+  if (list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
+  list.replaceChildren(...problems.map((problem) => node("li", { class: problem.severity }, node("b", {}, `${problem.text}.`), " See ", node("code", {}, problem.page), ".")));
+  // Figures change every second; a screen reader hears what is wrong once.
+  if (list.dataset.names !== names) say("told", problems.map((problem) => `${problem.text}.`).join(" "));
+  list.dataset.names = names;
+}
+
 function show(state) {
   const live = state.live;
   document.title = state.phase ? `${state.title}: ${state.phase}` : state.title;
@@ -271,12 +286,7 @@ function show(state) {
   showComparison(state);
   $("live").hidden = !live;
   $("waiting").hidden = Boolean(live) || state.runs.length > 0;
-  const problems = live ? live.problems : [];
-  if ($("problems").dataset.shown !== problems.join("\n")) {
-    $("problems").dataset.shown = problems.join("\n");
-    $("problems").replaceChildren(...problems.map((problem) => node("li", {}, problem)));
-  }
-  $("problems").hidden = !problems.length;
+  showProblems(live ? live.problems : []);
   if (!live) return;
   say("where", `${live.prefix}.* at ${live.cluster}`);
   for (const part of [showFlow, showLatency, showPaths, showWorkers, showPartitions, showDecisions, showLag, showLate]) part(live);
@@ -291,7 +301,7 @@ function isIdle(state) {
   return Boolean(state?.live) && !state.ended && state.live.stages.every((stage) => stage.series.every((each) => !each));
 }
 
-/** The beginning of a problem's sentence, which is whole in the list of problems. */
+/** The beginning of a problem's sentence, which is whole in the first lines of the page. */
 function brief(problem) {
   const begin = problem.split(/[,:;(]/)[0].trim();
   return begin.length > 44 ? `${begin.slice(0, 43)}…` : begin;
@@ -299,7 +309,7 @@ function brief(problem) {
 
 function showLink() {
   const silent = performance.now() - heard > 5000;
-  const [words, tone] = ended ? [ended, ""] : !heard ? ["connecting", ""] : silent ? ["no answer; trying again", "bad"] : paused ? ["paused", "warn"] : isIdle(last) && !last.live.problems.length ? ["live, no traffic", ""] : last?.ended ? [last.gates.length ? "finished" : "between two runs", ""] : last?.live?.problems.length ? [brief(last.live.problems[0]), "warn"] : ["live", "good"];
+  const [words, tone] = ended ? [ended, ""] : !heard ? ["connecting", ""] : silent ? ["no answer; trying again", "bad"] : paused ? ["paused", "warn"] : isIdle(last) && !last.live.problems.length ? ["live, no traffic", ""] : last?.ended ? [last.gates.length ? "finished" : "between two runs", ""] : last?.live?.problems.length ? [brief(last.live.problems[0].text), last.live.problems[0].severity === "critical" ? "bad" : "warn"] : ["live", "good"];
   say("link", words);
   $("link").className = `pill ${tone}`;
 }
