@@ -25,12 +25,6 @@ LEAST_REQUESTS: Final = 3
 """Fewer requests are chance, however large their share: of 20 requests a minute, of which 1 % are late, 3 are late in
 one minute of 900. Prometheus averages over 5 minutes and waits for some more instead.
 """
-QUEUE_PART: Final = 0.5
-"""The part of a request's time, from its receipt to its deadline, that its wait in the queue may take.
-
-A wait is in proportion to 1 / (1 - load). It doubles when half of the device's free time is given away, so a queue that
-takes half of the time now takes all of it after a few per cent more load: at a load of 0.90, after 0.05 more.
-"""
 THROTTLE_S: Final = 0.005
 """The time for which a quota may hold back an answer: a tenth of the default deadline of `relaygr traffic`, 50 ms."""
 LAG_S: Final = 5.0
@@ -105,7 +99,7 @@ STUCK: Final = Condition(
 )
 OWNER_SPLIT: Final = Condition(
     "owner-split",
-    "{group}: {count} partitions whose pre-infer jobs and ranking requests go to different workers",
+    "pre-infer jobs and ranking requests of {count} partitions of the group {group} go to different workers",
     "docs/alerts.md#relayownersplit",
     Severity.CRITICAL,
     "RelayOwnerSplit",
@@ -175,7 +169,7 @@ class Seen:
     ranked: int = 0
     """Requests with scores."""
     waited: int = 0
-    """Of the ranked ones, those that waited in the queue for more than `QUEUE_PART` of their time."""
+    """Of the ranked ones, those whose wait in the queue was long (`relaygr.admission.latency.is_long_wait`)."""
     stale: Mapping[str, int] = field(default_factory=dict)
     """Of the ranked ones, those on a stale history, by its cause."""
     groups: Sequence[GroupReport] = ()
@@ -218,7 +212,7 @@ def judge(seen: Seen) -> list[Finding]:
         if is_too_many(count, seen.ranked):
             found.append(STALE.found(share=percent(count, seen.ranked), cause=cause))
     if len(seen.revisions) > 1:
-        names = [f"{each} on {_some(workers, 'workers')}" for each, workers in seen.revisions.items()]
+        names = [f"{each} on {_some(those, 'workers')}" for each, those in seen.revisions.items()]
         found.append(REVISIONS.found(count=str(len(seen.revisions)), names="; ".join(names)))
     if seen.silent_pages:
         found.append(SILENT_PAGES.found(count=str(len(seen.silent_pages)), names=", ".join(seen.silent_pages[:4])))
@@ -238,4 +232,6 @@ def percent(count: int, of: int) -> str:
 
 
 def _some(names: Sequence[str], what: str) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} {what}, such as {names[0]},"
+    """The one name, or how many there are with the first of them."""
+    more = ", ..." if len(names) > 3 else ""
+    return names[0] if len(names) == 1 else f"{len(names)} {what} ({', '.join(names[:3])}{more})"

@@ -26,6 +26,8 @@ from relaygr.client.clock_offset import ClockOffset
 from relaygr.cluster.rights import Role
 from relaygr.cluster.topic_check import Finding, Severity, TopicReport
 from relaygr.devbroker.local import free_ports
+from relaygr.conditions import Seen
+from relaygr.conditions import judge as judge_conditions
 from relaygr.doctor import examine, judge, observe
 from relaygr.doctor.examine import Examination
 from relaygr.doctor.judge import Diagnosis, SeenBroker, SeenFolder, SeenWorker, Verdict, exit_code
@@ -191,7 +193,22 @@ def test_what_kafka_holds_back_names_the_processes_the_time_and_the_quota() -> N
     assert judge.throttling({"worker-03": 0.0, "this process": 0.0}) == []
     [found] = judge.throttling({"worker-03": 1.25, "worker-04": 0.4, "this process": 0.0})
     assert found.verdict is WARN and "kafka-configs.sh" in found.mend
-    assert found.what == "Kafka holds answers back for up to 1.25 s, by a quota: worker-03, worker-04"
+    assert "docs/alerts.md#relaykafkathrottles" in found.mend
+    assert found.what == (
+        "A quota of Kafka holds back the answers to 2 processes (worker-03, worker-04) for up to 1.25 s"
+    )
+
+
+def test_traffic_is_judged_in_the_words_of_the_live_page() -> None:
+    seen = Seen(ready=0, ended=20, late=13, held_back_s={"worker-00": 1.0})
+    [late] = judge.traffic(judge_conditions(seen), 20, 6)
+    assert (late.check, late.verdict, late.what) == ("traffic", WARN, "65 % of the ranking requests are late")
+    assert late.mend == "see docs/alerts.md#relayrankinglate"
+    [calm] = judge.traffic([], 20, 6)
+    assert (calm.verdict, calm.what) == (OK, "20 ranking requests ended within 6 s, and nothing is wrong with them")
+    unread = Seen(errors=["This user may not read relaygr.results: grant the rights"], ended=9, late=9)
+    [skipped] = judge.traffic(judge_conditions(unread), 9, 6)
+    assert skipped.verdict is SKIP and "may not read relaygr.results" in skipped.what, "a user of another role"
 
 
 def test_the_metrics_pages_of_workers_and_others_tell_what_kafka_holds_back() -> None:
@@ -218,7 +235,7 @@ def test_the_metrics_pages_of_workers_and_others_tell_what_kafka_holds_back() ->
         examination = Examination(Settings())
         examination._workers = statuses.workers(NOW_US)
         [found] = examination._quotas()
-        assert "0.64 s, by a quota: worker-01" in found.what
+        assert "holds back the answers to worker-01 for up to 0.64 s" in found.what
         examination._workers = statuses.workers(NOW_US + 3_600_000_000)
         assert examination._quotas() == [], "they are silent"
 
@@ -473,7 +490,7 @@ def test_a_broker_that_accepts_and_never_answers_keeps_it_for_a_bounded_time() -
         done = doctor(kafka, "--json")
     found = by_check(done)
     assert done.returncode == 2 and found["broker"] == "fail"
-    assert {found[name] for name in ("topics", "rights", "trigger", "workers", "impression")} == {"skip"}
+    assert {found[name] for name in ("topics", "rights", "trigger", "workers", "impression", "traffic")} == {"skip"}
 
 
 @pytest.mark.kafka

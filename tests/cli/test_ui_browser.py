@@ -24,7 +24,10 @@ pytestmark = pytest.mark.browser
 
 TOKEN = "a token of 20 chars!"
 SHOWN = "document.getElementById('live')?.hidden === false"
-POOL = 'relaygr_pool_away 0\nrelaygr_pool_fetches_total{outcome="loaded"} 7\n'
+POOL = (
+    'relaygr_pool_away 0\nrelaygr_pool_fetches_total{outcome="loaded"} 7\n'
+    'relaygr_pool_objects_written_total{outcome="stored"} 9\n'
+)
 DECISIONS = 'relaygr_trigger_decisions_total{reason="admitted"} %d\n'
 NAMED = (
     "[...document.querySelectorAll('svg')].filter(each => !each.closest('[aria-hidden=true]'))"
@@ -182,7 +185,7 @@ def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page,
     tab.show(server.address, 1280)
     tab.until(SHOWN)
     assert "relay on" in text_of(tab, "#phase")
-    assert text_of(tab, "#workers").count("pool: 7 loaded") == text_of(tab, "#workers").count("pool") == 1
+    assert text_of(tab, "#workers").count("pool: 9 written, 7 loaded") == text_of(tab, "#workers").count("pool") == 1
     assert "worker-01" in text_of(tab, "#workers") and "5 of 6 owned" in text_of(tab, "#partitions-note")
     assert "admitted" in text_of(tab, "#decisions")
     assert tab.ask("document.querySelectorAll('#lag rect').length") == 6

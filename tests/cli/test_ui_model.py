@@ -267,10 +267,11 @@ def test_the_page_says_that_ready_workers_have_several_revisions() -> None:
         world.model.note_status(name, worker_status(name, now_us, (), revision=revision), now_us)
     shown = world.snapshot()
     assert [worker.revision for worker in shown.workers] == ["aaaaaaaa", "bbbbbbbb", "aaaaaaaa"]
-    [problem] = shown.problems
-    assert "2 revisions" in problem and "aaaaaaaa on 2" in problem and "bbbbbbbb on 1, such as worker-01" in problem
+    [problem] = world.said()
+    assert "2 revisions of the model" in problem
+    assert "aaaaaaaa on 2 workers (worker-00, worker-02); bbbbbbbb on worker-01" in problem
     world.model.note_status("worker-01", None, now_us)
-    assert world.snapshot().problems == []
+    assert world.said() == []
 
 
 def test_a_worker_s_use_of_its_device_is_that_of_the_last_readings() -> None:
@@ -343,9 +344,9 @@ def test_the_fill_of_a_tier_comes_from_the_metrics_or_else_from_the_status() -> 
     world.model.note_metrics("worker-00", None, world.clock.monotonic_us())
     shown = world.snapshot()
     assert shown.workers[0].hbm.cached_bytes is None and shown.workers[0].standbys is None
-    assert shown.problems == ["1 metrics pages do not answer: worker-00"]
+    assert world.said() == ["1 metrics pages do not answer: worker-00"]
     world.model.keep_pages([])
-    assert world.snapshot().problems == []
+    assert world.said() == []
 
 
 def test_a_pool_is_shown_beside_the_tiers_and_told_when_it_is_away() -> None:
@@ -355,13 +356,13 @@ def test_a_pool_is_shown_beside_the_tiers_and_told_when_it_is_away() -> None:
     now_us = world.clock.monotonic_us()
     world.model.note_metrics("worker-00", parse_reading("relaygr_pool_away 0\n"), now_us)
     page = 'relaygr_pool_away {}\nrelaygr_pool_fetches_total{{outcome="loaded"}} 7\n'
+    page += 'relaygr_pool_objects_written_total{{outcome="stored"}} 9\n'
     world.model.note_metrics("worker-01", parse_reading(page.format(0)), now_us)
     shown = world.snapshot()
-    assert [worker.pool for worker in shown.workers] == [None, PoolView(away=False, loaded=7)]
+    assert [worker.pool for worker in shown.workers] == [None, PoolView(away=False, written=9, loaded=7)]
     assert shown.problems == []
     world.model.note_metrics("worker-01", parse_reading(page.format(1)), now_us)
-    [problem] = world.snapshot().problems
-    assert problem == "The pool hangs or does not answer for 1 workers, such as worker-01: they compute instead"
+    assert world.said() == ["The pool hangs or does not answer for worker-01: prefixes are computed instead"]
 
 
 def test_a_quota_of_kafka_is_told_with_the_process_that_waits_longest() -> None:
@@ -370,13 +371,12 @@ def test_a_quota_of_kafka_is_told_with_the_process_that_waits_longest() -> None:
     page = 'relaygr_kafka_broker_throttle_seconds{{broker="1",client="c",type="producer"}} {}\n'
     for name, held_s in (("worker-07", 0.3), ("gateway-1", 1.75), ("trigger", 0)):
         world.model.note_metrics(name, parse_reading(page.format(held_s)), now_us)
-    [problem] = world.snapshot().problems
-    assert problem.startswith(
-        "A quota of Kafka holds back the answers to 2 processes, such as gateway-1, for up to 1.75 s"
-    )
+    assert world.said() == [
+        "A quota of Kafka holds back the answers to 2 processes (gateway-1, worker-07) for up to 1.75 s"
+    ]
     world.model.note_metrics("worker-07", parse_reading(page.format(0)), now_us)
     world.model.keep_pages(["worker-07", "trigger"])
-    assert world.snapshot().problems == [], "one waits no more, and the other is gone"
+    assert world.said() == [], "one waits no more, and the other is gone"
 
 
 def test_decisions_are_those_of_the_last_minute_over_all_triggers() -> None:
@@ -424,12 +424,11 @@ def test_a_worker_that_stops_says_so() -> None:
 def test_the_page_says_that_no_worker_is_ready_and_nothing_is_ranked() -> None:
     """All workers had stopped, requests waited, and the page showed only a green "live"."""
     world = UiWorld()
-    assert world.snapshot().problems == [], "the statuses in the topic are not read yet"
+    assert world.said() == [], "the statuses in the topic are not read yet"
     world.wait(4)
-    [problem] = world.snapshot().problems
-    assert "No worker is ready, so no request is ranked" in problem
+    assert world.said() == ["No worker is ready, so no request is ranked"]
     world.model.note_lag(None, "Kafka at kafka-1:9092 does not answer")
-    assert world.snapshot().problems == ["Kafka at kafka-1:9092 does not answer"], "the cause alone"
+    assert world.said() == ["Kafka at kafka-1:9092 does not answer"], "the cause alone"
     world.model.note_lag(None, None)
     world.status("worker-00", 0)
     world.status("worker-01", 1)
@@ -449,12 +448,11 @@ def test_a_pre_infer_worker_is_shown_with_its_slots_and_ranks_nothing() -> None:
     shown = world.snapshot()
     (view,) = shown.workers
     assert (view.fresh, view.owns, view.pre_infer) == (True, "", PreInferSlots(2, 1, 40, 3))
-    [problem] = shown.problems
-    assert "No worker is ready, so no request is ranked" in problem
+    assert world.said() == ["No worker is ready, so no request is ranked"]
     world.wait(4)
-    assert world.snapshot().problems == [problem], "killed"
+    assert world.said() == ["No worker is ready, so no request is ranked"], "killed"
     world.model.note_reader("The broker is away")
-    assert world.snapshot().problems == ["The broker is away"], "nobody knows"
+    assert world.said() == ["The broker is away"], "nobody knows"
 
 
 def test_a_worker_whose_clock_is_ahead_is_silent_as_soon_as_others() -> None:

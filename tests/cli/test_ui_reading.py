@@ -290,6 +290,6 @@ def test_a_topic_that_may_be_read_again_is_no_problem_any_more() -> None:
     message: Any = Received(world.clock.wall_us() // 1000, headers)
     refused = Failure(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), "relaygr.ranking", 0)
     reader._fold(Batch(failures=[refused]))
-    assert any("may not read relaygr.ranking" in text for text in world.snapshot().problems)
+    assert any("may not read relaygr.ranking" in text for text in world.said())
     reader._fold(Batch([message]))
     assert not world.snapshot().problems

@@ -156,6 +156,20 @@ def test_a_stale_history_and_the_wait_for_it_are_in_the_result_and_no_time_in_th
     assert counted == {"gap": 0, "deleted": 0, "behind": 0, "replaced": 1, "missing": 0}
 
 
+@pytest.mark.parametrize(("queue_us", "history_us", "long_waits"), [(5_000, 0, 0), (5_001, 0, 1), (9_000, 5_000, 0)])
+def test_a_wait_for_more_than_half_of_the_time_to_the_deadline_is_counted(
+    world: ResultsWorld, queue_us: int, history_us: int, long_waits: int
+):
+    work = world.work()
+    work.deadline_us = work.received.received_us + 10_000
+    work.history_wait_us, work.started_us = history_us, work.received.received_us + queue_us
+    world.clock.advance_us(9_500)
+    world.writer.ranked(work, RankOutputs(np.ones((4, 2), np.float32)))
+    work.answered_us = world.clock.monotonic_us()
+    world.writer.count_ranked(work)
+    assert world.count("relaygr_worker_long_waits_total") == long_waits
+
+
 def test_a_result_without_unknown_inputs_takes_no_more_bytes(world: ResultsWorld):
     work = world.work()
     work.prefix.version = HistoryVersion(1, 10, bytes(16))
@@ -180,6 +194,7 @@ def test_a_ranked_request_is_counted_on_its_own(world: ResultsWorld):
     assert world.count("relaygr_worker_ranked_total", path="dram") == 1
     assert world.count("relaygr_worker_ranking_seconds_sum", path="dram") == pytest.approx(0.003)
     assert world.count("relaygr_worker_ranking_queue_seconds_sum") == pytest.approx(0.0027)
+    assert not world.count("relaygr_worker_long_waits_total")
     assert world.waits.p99_us() == 2_700
 
 

@@ -16,6 +16,7 @@ from relaygr.schemas.messages import (
     RankingResult,
     RetrievalEvent,
     StageTimings,
+    StaleCause,
     WorkerState,
     WorkerStatus,
 )
@@ -41,6 +42,10 @@ class UiWorld:
 
     def snapshot(self) -> LiveSnapshot:
         return self.model.snapshot(self.clock.monotonic_us(), self.clock.wall_us())
+
+    def said(self) -> list[str]:
+        """What the page says is wrong."""
+        return [problem.text for problem in self.snapshot().problems]
 
     def find(self, text: str) -> list[RequestView]:
         return self.model.find(text, self.clock.monotonic_us())
@@ -73,15 +78,15 @@ class UiWorld:
 
     def answer(
         self, name: str, latency_ms: int = 10, path: Path | Other | None = Path.HBM, outcome: Ended = Ended.RANKED,
-        reason: Reason | Other | None = None,
+        reason: Reason | Other | None = None, queue_ms: int = 2, stale: StaleCause | Other | None = None,
     ) -> None:  # fmt: skip
-        """The result of a request that was sent now, after `latency_ms`."""
+        """The result of a request that was sent now, after `latency_ms`. `stale`: the cause of a stale history."""
         self.count(Topic.RESULTS)
         sent_us = self.clock.wall_us()
-        timings = StageTimings(queue_us=2 * MS, rank_us=5 * MS, total_us=(latency_ms - 1) * MS)
+        timings = StageTimings(queue_us=queue_ms * MS, rank_us=5 * MS, total_us=(latency_ms - 1) * MS)
         result = RankingResult(
             name, "worker-00", outcome, sent_us, sent_us + MS, sent_us + latency_ms * MS, timings, reason, path=path,
-            prefix_tokens=900,
+            prefix_tokens=900, history_stale=stale is not None, history_stale_cause=stale,
         )  # fmt: skip
         self.model.note_result(result, self.clock.monotonic_us())
 

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from relaygr.admission.corrector import PredictionQuality
-from relaygr.admission.latency import Stage
-from relaygr.conditions import QUEUE_PART, Finding, Seen, Severity, judge
+from relaygr.admission.latency import Stage, is_long_wait
+from relaygr.conditions import Finding, Seen, Severity, judge
 from relaygr.demo.plan import DemoPlan
 from relaygr.demo.summary import (
     COLD_SHARE,
@@ -207,8 +207,8 @@ class Board:
         )
 
     def _waited_long(self, record: ImpressionRecord) -> bool:
-        at_worker_us = self._budget_ms * 1000 - (record.to_worker_us or 0)
-        return record.timings is not None and record.timings.queue_us > QUEUE_PART * at_worker_us
+        time_us = self._budget_ms * 1000 - (record.to_worker_us or 0)
+        return record.timings is not None and is_long_wait(record.timings.queue_us, time_us)
 
     def _draw(self) -> RenderableType:
         readings = self._readings()

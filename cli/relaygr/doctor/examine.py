@@ -71,6 +71,7 @@ class Examination:
             yield from self._with_kafka(name, limit_s, look)
         if self.sends_impression:
             yield from self._with_kafka("impression", connect_s + observe.BUDGET_MS / 1000, self._impression)
+        yield from self._with_kafka("traffic", connect_s + observe.TRAFFIC_S, self._traffic)
         yield from self._bounded("quotas", PAGES_S, self._quotas)
         yield from judge.clocks(self._offsets, settings.worker.max_clock_skew_ms * 1000)
         yield from self._bounded(
@@ -133,6 +134,12 @@ class Examination:
         self._offsets |= seen.offsets
         self._held_back_s["this process"] = seen.held_back_s
         return judge.impression(seen.undelivered, seen.outcome)
+
+    def _traffic(self) -> list[Diagnosis]:
+        if not self._topics_are_right:
+            return [Diagnosis("traffic", Verdict.SKIP, "the topics are not as they must be")]
+        shown = observe.traffic(self.settings, self.settings.ui)
+        return judge.traffic(shown.problems, shown.latency.ended, observe.TRAFFIC_S)
 
     def _quotas(self) -> list[Diagnosis]:
         pages = {masked(url): url for url in self.settings.ui.scrape}

@@ -12,6 +12,8 @@ from relaygr.client import Ended, RankOutcome
 from relaygr.client.clock_offset import ClockOffset
 from relaygr.cluster.rights import Role
 from relaygr.cluster.topic_check import Severity, TopicReport
+from relaygr.conditions import NO_WORKER, THROTTLED, UNREAD, Finding, Seen
+from relaygr.conditions import judge as judge_conditions
 from relaygr.kafka.settings import GroupProtocol
 from relaygr.schemas.ended import Reason
 from relaygr.worker.pool.stores.contract import StoreUrl
@@ -229,16 +231,27 @@ def _apart(name: str, offset: ClockOffset) -> str:
 
 def throttling(held_back_s: Mapping[str, float]) -> list[Diagnosis]:
     """The longest time for which a broker lately held back an answer to each process, 0 for never."""
-    held = {name: held_s for name, held_s in held_back_s.items() if held_s > 0}
-    if not held:
-        return []
-    worst = max(held, key=lambda name: held[name])
-    what = f"Kafka holds answers back for up to {held[worst]:.2f} s, by a quota: {_some(sorted(held))}"
     mend = (
         "raise the quota of their users or client ids, or remove it: `kafka-configs.sh --describe --entity-type users "
-        "(or clients) --entity-default` shows those that hold for all"
+        f"(or clients) --entity-default` shows those that hold for all; see {THROTTLED.page}"
     )
-    return [Diagnosis("quotas", Verdict.WARN, what, mend)]
+    found = judge_conditions(Seen(held_back_s=held_back_s))
+    return [Diagnosis("quotas", Verdict.WARN, each.text, mend) for each in found]
+
+
+def traffic(problems: Sequence[Finding], ended: int, within_s: float) -> list[Diagnosis]:
+    """What the live page says of some seconds, in which `ended` ranking requests ended. What the checks of workers and
+    quotas have told is left out.
+    """
+    unread = [each.text for each in problems if each.name == UNREAD.name]
+    if unread:
+        return [Diagnosis("traffic", Verdict.SKIP, f"not followed: {unread[0]}")]
+    told = (NO_WORKER.name, THROTTLED.name)
+    found = [
+        Diagnosis("traffic", Verdict.WARN, each.text, f"see {each.page}") for each in problems if each.name not in told
+    ]
+    what = f"{ended} ranking requests ended within {within_s:g} s, and nothing is wrong with them"
+    return found or [Diagnosis("traffic", Verdict.OK, what)]
 
 
 def memory(free_bytes: int, needed_bytes: int) -> list[Diagnosis]:
@@ -315,8 +328,8 @@ def workers(seen: Sequence[SeenWorker], partitions: int) -> list[Diagnosis]:
             )
         )
     if not fresh:
-        mend = "start one with `relaygr worker`"
-        return [*found, Diagnosis("workers", Verdict.FAIL, "no worker is ready", mend)]
+        mend = f"start one with `relaygr worker`; see {NO_WORKER.page}"
+        return [*found, Diagnosis("workers", Verdict.FAIL, NO_WORKER.sentence, mend)]
     found.insert(0, Diagnosis("workers", Verdict.OK, f"ready: {_some([each.worker_id for each in fresh])}"))
     owned = frozenset[int]().union(*(each.partitions for each in fresh))
     ownerless = sorted(frozenset(range(partitions)) - owned)

@@ -38,7 +38,10 @@ from relaygr.schemas.messages import WorkerState, WorkerStatus
 from relaygr.schemas.partitioner import partition_for
 from relaygr.trigger.fleet import MAX_WORKERS
 from relaygr.trigger.fleet_reader import FleetReader
+from relaygr.ui.live import LiveCluster
+from relaygr.ui.model import LiveSnapshot
 from relaygr.ui.scrape import THROTTLE, can_reach, read_page
+from relaygr.ui.settings import UiSettings
 from relaygr.worker.calibration import load_calibration
 from relaygr.worker.pool.stores import STORES
 from relaygr.worker.pool.stores.contract import StoreUrl
@@ -62,6 +65,8 @@ _PAGES_S: Final = 5.0
 """The most metrics pages that are read, and the time that reading them takes at most, but for the last."""
 _REPORT_MS: Final = 500
 """How often our own clients report, of which the impression lets them little time."""
+TRAFFIC_S: Final = 6.0
+"""How long the traffic is followed: three polls of the lag, and three reads of metrics pages by default."""
 SILENT_S: Final = 60.0
 """The age above which the status is of a worker that may be gone: the topic keeps the last one of each."""
 
@@ -212,6 +217,13 @@ def fleet(kafka: KafkaSettings, status_interval_ms: int) -> list[SeenWorker]:
     finally:
         reader.stop()
     return statuses.workers(clock.wall_us())
+
+
+def traffic(kafka: KafkaSettings, settings: UiSettings) -> LiveSnapshot:
+    """What the live page shows after `TRAFFIC_S`. That the topics cannot be read is one of its problems."""
+    with LiveCluster(KafkaSession(kafka, "relaygr-doctor"), settings) as live:
+        time.sleep(TRAFFIC_S)
+    return live.snapshot()
 
 
 def installed(requirements: Sequence[str]) -> dict[str, str]:

@@ -26,8 +26,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from relaygr.admission.latency import is_long_wait
 from relaygr.admission.worker_table import NoRoomError, WorkerTable
-from relaygr.conditions import QUEUE_PART, Finding, Seen, judge
+from relaygr.conditions import Finding, Seen, judge
 from relaygr.lag.report import GroupReport, LagReport
 from relaygr.runtime.quantiles import quantile_of_counts
 from relaygr.schemas.ended import UNRANKED, Ended
@@ -283,7 +284,7 @@ class _Second:
     not_ready_ms: float = 0.0
     late: int = 0
     waited: int = 0
-    """Ranked requests that waited in the queue for more than `QUEUE_PART` of their time."""
+    """Ranked requests whose wait in the queue was long."""
     stale: Counter[str] = field(default_factory=Counter)
     """Ranked requests on a stale history, by its cause."""
     dots: list[tuple[float, float, int]] = field(default_factory=list)
@@ -720,7 +721,7 @@ class LiveModel:
             # Older workers name no cause.
             second.stale[OTHER if cause is None else choice_label(cause)] += 1
         if entry.deadline_us:
-            second.waited += result.timings.queue_us > QUEUE_PART * (entry.deadline_us - result.received_at_us)
+            second.waited += is_long_wait(result.timings.queue_us, entry.deadline_us - result.received_at_us)
 
     def _add_dot(self, second: _Second, dot: tuple[float, float, int]) -> None:
         """Keeps a random sample of the second's requests."""

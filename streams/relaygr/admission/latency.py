@@ -35,6 +35,19 @@ from relaygr.schemas.messages import LENGTH_BUCKETS, LatencyCoefficients
 from relaygr.schemas.record import record
 
 
+LONG_WAIT_PART: Final = 0.5
+"""The part of a request's time, from its receipt to its deadline, above which its wait in the queue is a long one.
+
+A wait is in proportion to 1 / (1 - load). It doubles when half of the device's free time is given away, so a queue that
+takes half of the time now takes all of it after a few per cent more load: at a load of 0.90, after 0.05 more.
+"""
+
+
+def is_long_wait(queue_us: int, time_us: int) -> bool:
+    """Whether a wait in the queue is long for a request with so much time from its receipt to its deadline."""
+    return queue_us > LONG_WAIT_PART * time_us
+
+
 def length_bucket(prefix_tokens: int) -> int:
     """The bucket of prefixes of this length: the bit length of their number of tokens."""
     bits = prefix_tokens.bit_length()

@@ -161,6 +161,11 @@ class WorkerMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self.long_waits = Counter(
+            "relaygr_worker_long_waits_total",
+            "Ranked requests that waited in the queue for more than half of the time from their receipt to their deadline",
+            registry=registry,
+        )
         self.history_wait_seconds = Histogram(
             "relaygr_worker_history_wait_seconds",
             "Time for which a ranking request waited for its history to arrive, or for the history store to open; "

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from relaygr.admission.latency import is_long_wait
 from relaygr.consumer.interface import Received, Token
 from relaygr.kafka.client_errors import LimitedLog, is_final, why_undelivered
 from relaygr.runtime.clock import Clock
@@ -173,6 +174,8 @@ class ResultWriter:
         metrics.scenario_seconds[work.request.scenario or DEFAULT_SCENARIO].observe(total_s, work.exemplar)
         queue_us = 0 if started_us is None else max(0, started_us - received_us - work.history_wait_us)
         metrics.queue_seconds.observe(queue_us / 1e6, work.exemplar)
+        if is_long_wait(queue_us, work.deadline_us - received_us):
+            metrics.long_waits.inc()
         if work.history_wait_us:
             metrics.history_wait_seconds.observe(work.history_wait_us / 1e6, work.exemplar)
         self._count_history(work)
