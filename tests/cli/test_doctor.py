@@ -25,9 +25,9 @@ from relaygr.client import Ended, RankOutcome, Reason
 from relaygr.client.clock_offset import ClockOffset
 from relaygr.cluster.rights import Role
 from relaygr.cluster.topic_check import Finding, Severity, TopicReport
-from relaygr.devbroker.local import free_ports
 from relaygr.conditions import Seen
 from relaygr.conditions import judge as judge_conditions
+from relaygr.devbroker.local import free_ports
 from relaygr.doctor import examine, judge, observe
 from relaygr.doctor.examine import Examination
 from relaygr.doctor.judge import Diagnosis, SeenBroker, SeenFolder, SeenWorker, Verdict, exit_code

@@ -43,7 +43,12 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def world() -> UiWorld:
+    """A cluster of which nothing is wrong: of 500 requests 4 are late."""
     world = UiWorld(partitions=6)
+    for number in range(460):
+        world.ask(f"g.5.{number}.t")
+        world.answer(f"g.5.{number}.t")
+    world.wait(1)
     for number in range(40):
         world.impression(
             f"g.1.{number}.t",
@@ -179,6 +184,40 @@ def test_in_an_outage_the_page_says_what_is_wrong_where_it_said_live(
     world.model.note_reader(None)
     page.set_phase("at last")
     tab.until("document.getElementById('link').innerText == 'live'")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_first_line_says_what_is_wrong_and_which_section_helps(
+    tab: Browser, server: UiServer, page: Page, world: UiWorld, width: int
+) -> None:
+    """It said only "live", in green, while 65 % of the requests were late."""
+    for number in range(917):
+        world.ask(f"g.7.{number}.t")
+        world.answer(f"g.7.{number}.t", latency_ms=90)
+    world.model.note_metrics("worker-01", parse_reading(POOL.replace("away 0", "away 1")), world.clock.monotonic_us())
+    tab.show(server.address, width)
+    tab.until("document.querySelectorAll('#problems li').length == 2")
+    lines = tab.ask("[...document.querySelectorAll('#problems li')].map(each => each.innerText)")
+    assert lines == [
+        "65 % of the ranking requests are late. See docs/alerts.md#relayrankinglate.",
+        "The pool hangs or does not answer for worker-01: prefixes are computed instead. "
+        "See docs/alerts.md#relaypoolaway.",
+    ]
+    tops = [
+        tab.ask(f"document.querySelector('{each}').getBoundingClientRect().top") for each in ("#problems", "header")
+    ]
+    assert tops[0] == 0 < tops[1]
+    assert text_of(tab, "#link") == "65 % of the ranking requests are late"
+    assert tab.ask("document.querySelector('#link').className") == "pill bad"
+    assert "65 % of the ranking requests are late." in text_of(tab, "#told"), "a screen reader hears it"
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+    told = text_of(tab, "#told")
+    for number in range(917, 1500):
+        world.ask(f"g.7.{number}.t")
+        world.answer(f"g.7.{number}.t", latency_ms=90)
+    page.set_phase("later")
+    tab.until("document.querySelector('#problems').innerText.includes('75 %')")
+    assert text_of(tab, "#told") == told, "not every second anew"
 
 
 def test_the_page_follows_the_events(tab: Browser, server: UiServer, page: Page, world: UiWorld) -> None:
