@@ -142,9 +142,7 @@ REVISIONS: Final = Condition(
     "ready workers have {count} revisions of the model, as while one is deployed: {names}",
     "docs/deploying.md#reload",
 )
-SILENT_PAGES: Final = Condition(
-    "silent-pages", "{count} metrics pages do not answer: {names}", "docs/monitoring.md#the-live-page"
-)
+SILENT_PAGES: Final = Condition("silent-pages", "no metrics come from {who}", "docs/monitoring.md#the-live-page")
 CONDITIONS: Final = (
     UNREAD, NO_WORKER, LATE, FAILING, STUCK, OWNER_SPLIT, TRUNCATED, QUEUE, LAGGING, THROTTLED, POOL_AWAY, STALE,
     REVISIONS, SILENT_PAGES,
@@ -180,6 +178,7 @@ class Seen:
     revisions: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The ready workers by the revision of their model."""
     silent_pages: Sequence[str] = ()
+    """Processes whose metrics pages do not answer."""
 
 
 def judge(seen: Seen) -> list[Finding]:
@@ -215,7 +214,7 @@ def judge(seen: Seen) -> list[Finding]:
         names = [f"{each} on {_some(those, 'workers')}" for each, those in seen.revisions.items()]
         found.append(REVISIONS.found(count=str(len(seen.revisions)), names="; ".join(names)))
     if seen.silent_pages:
-        found.append(SILENT_PAGES.found(count=str(len(seen.silent_pages)), names=", ".join(seen.silent_pages[:4])))
+        found.append(SILENT_PAGES.found(who=_some(seen.silent_pages, "processes")))
     order = [condition.name for condition in CONDITIONS]
     return sorted(found, key=lambda each: order.index(each.name))
 

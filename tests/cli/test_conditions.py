@@ -74,7 +74,7 @@ def group(status: LagStatus = LagStatus.OK, seconds: float | None = None, split:
             "The pool hangs or does not answer for 4 workers (w-0, w-1, w-2, ...): prefixes are computed instead",
         ),
         (Seen(ranked=100, stale={"gap": 12}), "12 % of the ranked requests had a stale history, cause gap"),
-        (Seen(silent_pages=["http://t:1/metrics"]), "1 metrics pages do not answer: http://t:1/metrics"),
+        (Seen(silent_pages=["http://t:1/metrics"]), "No metrics come from http://t:1/metrics"),
     ],
 )
 def test_each_condition_is_one_sentence_with_its_figures(seen: Seen, says: str) -> None:

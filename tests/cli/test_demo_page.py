@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -56,6 +57,25 @@ def port_of(text: str) -> int:
 def test_without_a_page_nothing_is_served_and_nothing_is_waited_for(pages: list[Page | None]) -> None:
     assert demo(UiSettings(), serve_page=False, stay=True) == ""
     assert pages == [None]
+
+
+def test_the_demo_of_the_pool_has_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Page | None] = []
+
+    def runs(console: object, settings: object, options: object, prefix: object, page: Page | None) -> Any:
+        found.append(page)
+        return RESULT
+
+    monkeypatch.setattr(run_module, "_run_pool", runs)
+    monkeypatch.setattr(run_module, "require_pool", lambda: None)
+    out = io.StringIO()
+    options = DemoOptions("embedded", PlanOverrides(), None, None, True, serve_page=True, stay=False, pool=True)
+    settings = Settings(ui=UiSettings(http_port=0))
+    assert run_demo(Console(file=out, highlight=False), settings, options) is RESULT
+    run_demo(Console(file=out, highlight=False), settings, replace(options, serve_page=False))
+    [page, none] = found
+    assert "http://127.0.0.1:" in out.getvalue() and page is not None and none is None
+    assert '"comparison":"Workers that fill the pool, and new workers"' in page.document()
 
 
 def test_a_default_port_that_is_taken_is_replaced_and_a_chosen_one_is_refused(

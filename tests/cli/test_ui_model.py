@@ -344,9 +344,26 @@ def test_the_fill_of_a_tier_comes_from_the_metrics_or_else_from_the_status() -> 
     world.model.note_metrics("worker-00", None, world.clock.monotonic_us())
     shown = world.snapshot()
     assert shown.workers[0].hbm.cached_bytes is None and shown.workers[0].standbys is None
-    assert world.said() == ["1 metrics pages do not answer: worker-00"]
+    assert world.said() == ["No metrics come from worker-00"]
     world.model.keep_pages([])
     assert world.said() == []
+
+
+def test_a_page_that_has_not_answered_yet_is_told_after_the_time_of_a_start() -> None:
+    """The gateway of the demo was named for 9 s, each time that it started."""
+    world = UiWorld()
+    world.model.note_metrics("gateway", None, world.clock.monotonic_us())
+    world.wait(19)
+    world.model.note_metrics("gateway", None, world.clock.monotonic_us())
+    world.status("worker-00", 0)
+    assert world.said() == []
+    world.wait(2)
+    world.status("worker-00", 0)
+    assert world.said() == ["No metrics come from gateway"]
+    world.model.note_metrics("gateway", Reading(), world.clock.monotonic_us())
+    assert world.said() == []
+    world.model.note_metrics("gateway", None, world.clock.monotonic_us())
+    assert world.said() == ["No metrics come from gateway"], "it did answer"
 
 
 def test_a_pool_is_shown_beside_the_tiers_and_told_when_it_is_away() -> None:

@@ -77,6 +77,8 @@ HOLD_US: Final = 1_500_000
 GRACE_US: Final = 2_000_000
 """How long after its deadline a request counts as unanswered."""
 FORGET_US: Final = 60_000_000
+START_US: Final = 20_000_000
+"""How long a process may take until its metrics page answers for the first time."""
 _US: Final = 1_000_000
 
 
@@ -350,7 +352,9 @@ class LiveModel:
         self._groups: Sequence[GroupReport] | None = None
         self._lag_problem: str | None = None
         self._reader_problem: str | None = None
-        self._silent_pages: dict[str, None] = {}
+        self._silent_pages: dict[str, int] = {}
+        """The metrics pages that do not answer, with the time from which that is told."""
+        self._heard_pages: dict[str, None] = {}
         self._skipped = 0
         self._unreadable = 0
         self._random = random.Random(1)
@@ -466,14 +470,21 @@ class LiveModel:
 
     def keep_pages(self, names: Collection[str]) -> None:
         """Forgets the metrics pages that are no longer read."""
-        for known in (self._silent_pages, self._standbys, self._held_back_s, self._decisions, self._lost):
+        for known in (
+            self._silent_pages,
+            self._heard_pages,
+            self._standbys,
+            self._held_back_s,
+            self._decisions,
+            self._lost,
+        ):
             for name in known.keys() - set(names):
                 known.pop(name)
 
     def note_metrics(self, name: str, reading: Reading | None, now_us: int) -> None:
         """The metrics of a process, None if it did not answer. `name`: a worker id, or an address."""
         if reading is None:
-            self._silent_pages[name] = None
+            self._silent_pages.setdefault(name, now_us + (0 if name in self._heard_pages else START_US))
             if name in self._workers:
                 self._workers[name].reading = None
                 self._workers[name].device.clear()
@@ -481,6 +492,7 @@ class LiveModel:
             self._held_back_s.pop(name, None)
             return
         self._silent_pages.pop(name, None)
+        self._heard_pages[name] = None
         if name in self._workers:
             known = self._workers[name]
             known.reading = reading
@@ -578,7 +590,7 @@ class LiveModel:
             held_back_s=self._held_back_s,
             away=[name for name, pool in pools.items() if pool is not None and pool.away],
             revisions=revisions,
-            silent_pages=list(self._silent_pages),
+            silent_pages=[name for name, told_us in self._silent_pages.items() if told_us <= now_us],
         )
 
     def _shown_workers(self, wall_us: int) -> list[str]:

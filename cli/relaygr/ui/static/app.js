@@ -85,7 +85,7 @@ function showLatency(live) {
   const figures = [
     ["P50, last minute", ms(view.p50_ms), ""], ["P99, last minute", ms(view.p99_ms), within],
     ["mean", ms(view.mean_ms), ""], ["of it, prefix not ready", view.not_ready_share === null ? "–" : share(view.not_ready_share), ""],
-    ["deadline", ms(view.budget_ms, 0), ""], ["late", lateShare === null ? "–" : `${share(lateShare)}`, lateShare ? "bad" : ""],
+    ["deadline", ms(view.budget_ms, 0), ""], ["late, failed or truncated", lateShare === null ? "–" : `${share(lateShare)}`, lateShare ? "bad" : ""],
   ];
   if (live.lost !== null) figures.push(["lost, by the gateways", whole(live.lost), live.lost ? "bad" : ""]);
   $("latency-figures").replaceChildren(...figures.map(([name, value, tone]) => node("div", {}, node("dt", {}, name), node("dd", { class: tone }, value))));
@@ -286,7 +286,8 @@ function show(state) {
   showComparison(state);
   $("live").hidden = !live;
   $("waiting").hidden = Boolean(live) || state.runs.length > 0;
-  showProblems(live ? live.problems : []);
+  // After the end nothing can be mended: the comparison tells how it was.
+  showProblems(live && !state.ended ? live.problems : []);
   if (!live) return;
   say("where", `${live.prefix}.* at ${live.cluster}`);
   for (const part of [showFlow, showLatency, showPaths, showWorkers, showPartitions, showDecisions, showLag, showLate]) part(live);
