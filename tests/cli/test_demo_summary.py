@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from rich.console import Console
 
 from relaygr.admission.corrector import PredictionQuality
@@ -25,6 +28,8 @@ from relaygr.demo.summary import (
     summarise,
     verdict,
 )
+from relaygr.processes import CommandProcess
+from relaygr.schemas.messages import StageTimings
 from relaygr.traffic.records import LOST, ImpressionRecord, RecordWriter, pack_scores
 
 SCORES = np.array([0.5, -1.0, 0.25], np.float32)
@@ -184,7 +189,7 @@ def shown_live(file: Path, is_terminal: bool) -> str:
     """What the board shows of a run whose records are in the file."""
     output, ends = io.StringIO(), iter((False, True))
     console = Console(file=output, force_terminal=is_terminal, color_system=None, width=200)
-    run = board.Board(console, "relay on", 300, board.RecordTail(file), (), None, dict, tuple)
+    run = board.Board(console, "relay on", 300, board.RecordTail(file), (), None, dict, None)
     run.run(lambda: next(ends))
     return output.getvalue()
 
@@ -207,6 +212,43 @@ def test_the_live_output_shows_a_latency_once_a_request_was_answered(
     table = shown_live(file, is_terminal=True)
     assert f" {latency} " in table and "nan" not in table
     assert f"P50 {latency}, P99 {latency} of 300 ms" in shown_live(file, is_terminal=False)
+
+
+def test_the_live_output_says_first_what_is_wrong_and_fits_a_terminal(tmp_path: Path) -> None:
+    metrics = CollectorRegistry()
+    Gauge("relaygr_pool_away", "", registry=metrics).set(1)
+    for name, label, count in (("fetches", "loaded", 7), ("objects_written", "stored", 9)):
+        Counter(f"relaygr_pool_{name}_total", "", ["outcome"], registry=metrics).labels(label).inc(count)
+    Gauge("relaygr_kafka_broker_throttle_seconds", "", ["client"], registry=metrics).labels("w").set(1.5)
+    writer = RecordWriter(tmp_path / "records")
+    for number in range(100):
+        timings = StageTimings(queue_us=200_000 if number < 8 else 1000)
+        writer.write(record(number, late=number < 65, path="truncated" if number > 95 else "hbm", timings=timings))
+    writer.close()
+    server, thread = start_http_server(0, "127.0.0.1", metrics)
+    try:
+        process = CommandProcess("worker-00", cast(Any, None), tmp_path / "log", server.server_port)
+        output = io.StringIO()
+        console = Console(file=output, force_terminal=True, color_system=None, width=80, height=24)
+        tail = board.RecordTail(tmp_path / "records")
+        owners = {"worker-00": tuple(range(6))}
+        board.Board(console, "relay on", 300, tail, [process, process], None, lambda: owners, None).run(lambda: True)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    lines = re.sub(r"\x1b\[[^m]*?[A-Za-z]", "", output.getvalue()).splitlines()
+    # The table that stays on the screen comes last.
+    first = max(number for number, line in enumerate(lines) if line.startswith("wrong      65 %"))
+    lines = lines[first:]
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    said = " ".join(" ".join(lines).split())
+    assert said.startswith(
+        "wrong 65 % of the ranking requests are late. See docs/alerts.md#relayrankinglate. wrong 4.0 %"
+    )
+    assert "8.0 % of the ranked requests waited in the queue for more than half of their time" in said
+    assert "and 2 more relay on" in said, "a quota of Kafka and the pool are less grave"
+    assert "pool 9 written, 7 loaded" in said
 
 
 def test_board_and_summary_stay_whole_at_80_columns() -> None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 REFRESH_S = 0.5
 PLAIN_INTERVAL_S = 5.0
 _WINDOW = 500
+_WRONG = "wrong      "
 MOST_PROBLEMS = 3
 """Shown at once: the table must fit 24 lines, and the first ones are the gravest."""
 
@@ -175,7 +176,7 @@ class Board:
         found = self._problems(self._readings())
         for problem in found:
             if problem.name not in self._told:
-                self._console.print(_problem(problem), soft_wrap=True)
+                self._console.print(Text.assemble((_WRONG, "dim"), _problem(problem)), soft_wrap=True)
         self._told = {problem.name for problem in found}
 
     def _readings(self) -> dict[str, Reading]:
@@ -213,9 +214,12 @@ class Board:
     def _draw(self) -> RenderableType:
         readings = self._readings()
         problems = self._problems(readings)
-        parts: list[RenderableType] = [_problem(problem) for problem in problems[:MOST_PROBLEMS]]
+        wrong = Table.grid()
+        for problem in problems[:MOST_PROBLEMS]:
+            wrong.add_row(Text(_WRONG, style="dim"), _problem(problem))
         if len(problems) > MOST_PROBLEMS:
-            parts.append(Text(f"           and {len(problems) - MOST_PROBLEMS} more", style="yellow"))
+            wrong.add_row("", Text(f"and {len(problems) - MOST_PROBLEMS} more", style="yellow"))
+        parts: list[RenderableType] = [wrong] if problems else []
         parts += [self._gateway_lines(), self._worker_table([readings[worker.name] for worker in self._workers])]
         pools = [pool for reading in readings.values() if (pool := pool_of(reading)) is not None]
         if pools:
@@ -270,7 +274,7 @@ class Board:
 def _problem(problem: Finding) -> Text:
     """What is wrong, and which section of the documentation helps."""
     style = "red" if problem.severity is Severity.CRITICAL else "yellow"
-    return Text.assemble(("wrong      ", "dim"), (f"{problem.text}.", style), f" See {problem.page}.")
+    return Text.assemble((f"{problem.text}.", style), f" See {problem.page}.")
 
 
 def _path_mix(records: Sequence[ImpressionRecord]) -> Counter[str]:
