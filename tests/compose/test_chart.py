@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,7 +242,18 @@ def test_names_are_each_objects_own_and_short_enough(chart: Rendered) -> None:
 
 
 def test_the_chart_has_the_version_of_the_package() -> None:
-    assert yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["appVersion"] == __version__
+    described = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert (described["version"], described["appVersion"]) == (__version__, __version__)
+
+
+@pytest.mark.slow
+def test_the_packaged_chart_has_the_name_that_a_release_pushes_and_every_file(tmp_path: Path) -> None:
+    script = "import sys, helm_python; print(helm_python.package(sys.argv[1], destination=sys.argv[2]))"
+    command = [sys.executable, "-c", script, str(CHART), str(tmp_path)]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    with tarfile.open(tmp_path / f"relaygr-{__version__}.tgz") as archive:
+        packed = {member.name for member in archive if member.isfile()}
+    assert packed == {f"relaygr/{path.relative_to(CHART)}" for path in CHART.rglob("*") if path.is_file()}
 
 
 def test_the_charts_catalogue_is_the_projects() -> None:
