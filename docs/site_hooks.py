@@ -1,11 +1,13 @@
-"""MkDocs hooks: pages from outside `docs/`, and links that hold in the site as they do in the repository.
+"""MkDocs hooks: pages from outside `docs/`, the notebook, and links that hold in the site as they do in the repository.
 
 Every page is written for readers of the repository: its links are paths of the checkout. The site also shows
-`PAGES`, which lie elsewhere. A link to a file that the site does not have becomes plain text.
+`PAGES`, which lie elsewhere or are no Markdown. A link to a file that the site does not have becomes plain text.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -20,8 +22,9 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "docs/quickstart.ipynb": "notebook.md",
 }
-"""Markdown outside `docs/`, by its path in the repository: its path in the site."""
+"""Markdown outside `docs/`, and the notebook, by the path in the repository: the path in the site."""
 IMAGES = "benchmarks/results"
 ICON = "cli/relaygr/ui/static/icon.svg"
 """The logo, which is that of the live page."""
@@ -32,11 +35,34 @@ LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<a
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages and images from outside `docs/`."""
     for source, target in PAGES.items():
-        files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
+        text = (ROOT / source).read_text(encoding="utf-8")
+        if source.endswith(".ipynb"):
+            text, images = markdown_of(text, posixpath.basename(source))
+            for uri, image in images.items():
+                files.append(File.generated(config, uri, content=image))
+        files.append(File.generated(config, target, content=text))
     files.append(File.generated(config, "images/icon.svg", abs_src_path=str(ROOT / ICON)))
     for image in sorted((ROOT / IMAGES).rglob("*.png")):
         files.append(File.generated(config, image.relative_to(ROOT).as_posix(), abs_src_path=str(image)))
     return files
+
+
+def markdown_of(notebook: str, name: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, which links to the file `name`, and its pictures by their paths in the site."""
+    parts: list[str] = []
+    images: dict[str, bytes] = {}
+    for cell in json.loads(notebook)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if output["output_type"] == "stream":
+                parts.append(f"```\n{''.join(output['text']).rstrip()}\n```")
+            elif "image/png" in output["data"]:
+                uri = f"images/{posixpath.splitext(name)[0]}-{len(images) + 1}.png"
+                images[uri] = base64.b64decode("".join(output["data"]["image/png"]))
+                parts.append(f"![What this code draws]({uri})")
+    parts.insert(1, f'<a href="{name}" download>Download the notebook</a>')
+    return "\n\n".join(parts), images
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:  # noqa: ARG001 - MkDocs passes it by name
