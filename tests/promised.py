@@ -1,4 +1,5 @@
-"""Parts of a machine that some tests need: a broker, Docker, a browser, Mooncake, transformers, and programs.
+"""Parts that some tests need: a broker, Docker, a browser, Mooncake, transformers, programs, and `git`, a checkout with
+its history.
 
 Without its part a test is skipped. Where the part is promised, the test fails: `RELAYGR_TEST_REQUIRE` names the
 promised parts, separated by commas. `RELAYGR_TEST_REQUIRE_BROKER=1` is another way to name the broker.
@@ -23,7 +24,7 @@ PROGRAMS = {
     "systemd": "systemd-analyze",
 }
 """The parts that are one program."""
-PARTS = frozenset({"broker", "docker", "browser", "mooncake", "transformers", *PROGRAMS})
+PARTS = frozenset({"broker", "docker", "browser", "git", "mooncake", "transformers", *PROGRAMS})
 
 
 def promised(environment: Mapping[str, str] = os.environ) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The release of this checkout, built and installed once."""
+"""The release of this checkout and the wheel of an earlier commit, each built and installed once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheel.wheel_world import Environment, Release, build_release, make_environment
+from tests.wheel.wheel_world import Environment, Release, build_earlier, build_release, make_environment
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +25,10 @@ def wheel(release: Release) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """An environment with the wheel. Do not write to it."""
     return make_environment(tmp_path_factory.mktemp("installed"), wheel)
+
+
+@pytest.fixture(scope="session")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with the wheel of the earlier commit. Do not write to it."""
+    folder = tmp_path_factory.mktemp("earlier")
+    return make_environment(folder / "installed", build_earlier(folder))

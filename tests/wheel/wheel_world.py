@@ -1,4 +1,6 @@
-"""The release of this checkout: built, and installed into environments of its own beside the libraries of this one."""
+"""The release of this checkout, and the wheel of an earlier commit: built, and installed into environments of their own
+beside the libraries of this one.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.promised import unavailable
+
 ROOT = Path(__file__).parents[2]
+EARLIER_COMMIT = (Path(__file__).parent / "earlier_commit").read_text(encoding="ascii").strip()
 _TIMEOUT_S = 200
 
 
@@ -55,6 +61,20 @@ def build_release(folder: Path) -> Release:
     _run("build", "--no-isolation", "--outdir", str(folder), str(ROOT))
     [source], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return Release(source, wheel)
+
+
+def build_earlier(folder: Path) -> Path:
+    """Builds the wheel of the earlier commit. Ends the test without the history that has it."""
+    archive = folder / "source.tar"
+    command = ["git", "archive", f"--output={archive}", EARLIER_COMMIT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if done.returncode:
+        unavailable("git", f"this checkout lacks the commit {EARLIER_COMMIT}: {done.stderr.strip()}")
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder / "source", filter="data")
+    _run("build", "--no-isolation", "--wheel", "--outdir", str(folder), str(folder / "source"))
+    [wheel] = folder.glob("*.whl")
+    return wheel
 
 
 def make_environment(folder: Path, wheel: Path) -> Environment:

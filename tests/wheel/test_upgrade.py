@@ -1,0 +1,157 @@
+"""Upgrades and rollbacks: processes of this version and of an earlier one on the same topics, under traffic.
+
+`earlier_commit` names the earlier version.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relaygr.client import RelayClient
+from relaygr.kafka.settings import KafkaSettings
+from relaygr.processes import CommandProcess
+from relaygr.schemas.messages import BehaviourEvent
+from relaygr.schemas.topics import Topic
+from tests.waiting import until
+from tests.wheel.upgrade_world import (
+    Gateway,
+    Impressions,
+    Version,
+    all_owned,
+    lengths_of,
+    scores_of,
+    start_gateway,
+    workers_of,
+)
+from tests.wheel.wheel_world import Environment
+from tests.worlds.relay import Relay, history_of, jobs_done, make_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.parametrize("broker", ["embedded"], indirect=True),
+]
+
+USERS = {f"user-{number:02d}": 100 + number for number in range(24)}
+INTERVAL_S = 0.05
+STAGE_S = 2.0
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(params=["upgrade", "rollback"])
+def versions(request: pytest.FixtureRequest, earlier: Environment, installed: Environment) -> tuple[Version, Version]:
+    """The version that runs, and the one that comes."""
+    old, new = Version("earlier", earlier), Version("today", installed)
+    return (old, new) if request.param == "upgrade" else (new, old)
+
+
+class Histories:
+    """The users' published histories."""
+
+    def __init__(self, client: RelayClient) -> None:
+        self._client = client
+        self.lengths = dict(USERS)
+        for seed, (user, length) in enumerate(USERS.items()):
+            client.publish_history(history_of(user, length, seed))
+
+    def grow(self) -> None:
+        """Each by two behaviours."""
+        for seed, (user, length) in enumerate(self.lengths.items()):
+            new = history_of(user, length + 2, seed).behaviours[length:]
+            self._client.publish_behaviours(BehaviourEvent(user, new, length))
+            self.lengths[user] += 2
+
+
+class Stage:
+    """The relay between two changes."""
+
+    def __init__(self, relay: Relay, histories: Histories, traffic: Impressions) -> None:
+        self._relay = relay
+        self._histories = histories
+        self._traffic = traffic
+        self._query_time_ms = int(time.time() * 1000)
+
+    def scores(self, gateway: Gateway) -> np.ndarray:
+        """The scores of all users."""
+        return scores_of(gateway, self._histories.lengths, self._query_time_ms)
+
+    def passes(self, workers: set[str], gateway: Gateway) -> None:
+        """Fails unless everything that was sent since the last stage is ranked, and these workers rank now, on histories
+        that grew meanwhile.
+        """
+        workers_of(self._traffic.take())
+        self._histories.grow()
+        until(lambda: lengths_of(gateway, self._histories.lengths) == self._histories.lengths, "the histories grew")
+        time.sleep(STAGE_S)
+        assert workers_of(self._traffic.take()) == workers
+
+
+def test_both_versions_serve_each_other_under_traffic_and_nothing_is_lost(
+    kafka_settings: KafkaSettings, tmp_path: Path, versions: tuple[Version, Version]
+) -> None:
+    first, then = versions
+    model = make_model(tmp_path / "model")
+    with Relay(kafka_settings, tmp_path / "relay", model) as relay, relay.client() as client:
+        histories = Histories(client)
+        with first.starts():
+            workers = [relay.start_worker("worker-00")]
+            trigger = relay.start_trigger()
+        gateway = start_gateway(relay, first)
+        relay.await_ready(*workers, trigger, gateway.process)
+        with Impressions(list(USERS), INTERVAL_S, gateway) as traffic:
+            stage = Stage(relay, histories, traffic)
+            stage.passes({"worker-00"}, gateway)
+
+            with then.starts():
+                workers.append(relay.start_worker("worker-01"))
+            relay.await_ready(*workers)
+            until(lambda: all_owned(relay, *workers), "workers of both versions own partitions")
+            stage.passes({"worker-00", "worker-01"}, gateway)
+            assert all(jobs_of(worker) for worker in workers)
+
+            assert relay.stop(trigger) == 0
+            with then.starts():
+                trigger = relay.start_trigger()
+            relay.await_ready(trigger)
+            before = [jobs_of(worker) for worker in workers]
+            stage.passes({"worker-00", "worker-01"}, gateway)
+            assert all(jobs_of(worker) > jobs for worker, jobs in zip(workers, before, strict=True))
+
+            other = start_gateway(relay, then)
+            relay.await_ready(other.process)
+            traffic.through(gateway, other)
+            stage.passes({"worker-00", "worker-01"}, other)
+            scores = stage.scores(gateway)
+            np.testing.assert_allclose(stage.scores(other), scores, atol=TOLERANCE * np.abs(scores).max(), rtol=0)
+
+            # The other version goes on with the files of a worker that died.
+            relay.kill(workers[0])
+            with then.starts():
+                workers[0] = relay.start_worker("worker-00")
+            relay.await_ready(*workers)
+            until(lambda: all_owned(relay, *workers), "both workers own partitions")
+            np.testing.assert_allclose(stage.scores(other), scores, atol=TOLERANCE * np.abs(scores).max(), rtol=0)
+            stage.passes({"worker-00", "worker-01"}, other)
+            traffic.through(other)
+            workers_of(traffic.take())
+            assert relay.stop(gateway.process) == 0
+        workers_of(traffic.take())
+        relay.await_all_committed(Topic.RANKING, Topic.PREINFER)
+        for process in relay.processes.running:
+            assert relay.stop(process) == 0
+    assert_no_error_is_logged(tmp_path / "relay")
+
+
+def jobs_of(worker: CommandProcess) -> float:
+    """Number of jobs after which a prefix was ready."""
+    done = jobs_done(worker)
+    return sum(done.get(outcome, 0) for outcome in ("computed", "already_cached", "reloaded"))
+
+
+def assert_no_error_is_logged(folder: Path) -> None:
+    lines = [line for log in folder.glob("*.log") for line in log.read_text(encoding="utf-8").splitlines()]
+    assert [line for line in lines if "Traceback" in line or '"level": "error"' in line or "[error" in line] == []
