@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.wheel.upgrade_world import Version
 from tests.wheel.wheel_world import Environment, Release, build_earlier, build_release, make_environment
 
 
@@ -32,3 +33,10 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """An environment with the wheel of the earlier commit. Do not write to it."""
     folder = tmp_path_factory.mktemp("earlier")
     return make_environment(folder / "installed", build_earlier(folder))
+
+
+@pytest.fixture(params=["upgrade", "rollback"])
+def versions(request: pytest.FixtureRequest, earlier: Environment, installed: Environment) -> tuple[Version, Version]:
+    """The version that runs, and the one that comes."""
+    old, new = Version("earlier", earlier), Version("today", installed)
+    return (old, new) if request.param == "upgrade" else (new, old)

@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from relaygr.client import RelayClient
+from relaygr.client import Ended, RelayClient
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess
 from relaygr.schemas.messages import BehaviourEvent
 from relaygr.schemas.topics import Topic
 from tests.waiting import until
 from tests.wheel.upgrade_world import (
+    BUDGET_MS,
     Gateway,
     Impressions,
     Version,
@@ -27,8 +30,9 @@ from tests.wheel.upgrade_world import (
     start_gateway,
     workers_of,
 )
-from tests.wheel.wheel_world import Environment
-from tests.worlds.relay import Relay, history_of, jobs_done, make_model
+from tests.worlds.pair import await_pair
+from tests.worlds.relay import Relay, candidates_of, history_of, jobs_done, make_model
+from tests.worlds.steady_traffic import Traffic
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,13 +44,7 @@ USERS = {f"user-{number:02d}": 100 + number for number in range(24)}
 INTERVAL_S = 0.05
 STAGE_S = 2.0
 TOLERANCE = 2e-5
-
-
-@pytest.fixture(params=["upgrade", "rollback"])
-def versions(request: pytest.FixtureRequest, earlier: Environment, installed: Environment) -> tuple[Version, Version]:
-    """The version that runs, and the one that comes."""
-    old, new = Version("earlier", earlier), Version("today", installed)
-    return (old, new) if request.param == "upgrade" else (new, old)
+PAIR_S = 90.0
 
 
 class Histories:
@@ -80,9 +78,7 @@ class Stage:
         return scores_of(gateway, self._histories.lengths, self._query_time_ms)
 
     def passes(self, workers: set[str], gateway: Gateway) -> None:
-        """Fails unless everything that was sent since the last stage is ranked, and these workers rank now, on histories
-        that grew meanwhile.
-        """
+        """Fails unless all that was sent since the last stage is ranked, and these workers rank what is published."""
         workers_of(self._traffic.take())
         self._histories.grow()
         until(lambda: lengths_of(gateway, self._histories.lengths) == self._histories.lengths, "the histories grew")
@@ -143,6 +139,45 @@ def test_both_versions_serve_each_other_under_traffic_and_nothing_is_lost(
         relay.await_all_committed(Topic.RANKING, Topic.PREINFER)
         for process in relay.processes.running:
             assert relay.stop(process) == 0
+    assert_no_error_is_logged(tmp_path / "relay")
+
+
+def test_a_worker_with_a_standby_changes_its_version_in_place(
+    kafka_settings: KafkaSettings, tmp_path: Path, versions: tuple[Version, Version]
+) -> None:
+    """Files of the other version replace those of the running processes. The supervisor goes on in its own version,
+    and starts children in the other one. Then a supervisor of the other version adopts children of both.
+    """
+    first, then = versions
+    runs = Version("installation", first.installed.copy(tmp_path / "installation"))
+    standby = ("worker", "--standby")
+    users = [f"user-{number:02d}" for number in range(30)]
+    with Relay(kafka_settings, tmp_path / "relay", make_model(tmp_path / "model")) as relay:
+        with runs.starts():
+            supervisor = relay.start_worker(command=standby)
+        relay.await_ready(supervisor)
+        before = await_pair(supervisor.port, PAIR_S)
+        with Traffic(
+            relay.client, users, lambda user: history_of(user, 100), candidates_of(), 0.05, BUDGET_MS
+        ) as traffic:
+            time.sleep(1)
+            runs.installed.replace(then.installed)
+            os.kill(before.active, signal.SIGTERM)
+            mixed = await_pair(supervisor.port, PAIR_S, but_not=[before.active])
+            assert mixed.active == before.standby
+            relay.kill(supervisor)
+            with runs.starts():
+                supervisor = relay.start_worker(command=standby)
+            relay.await_ready(supervisor)
+            assert await_pair(supervisor.port, PAIR_S) == mixed
+            os.kill(mixed.active, signal.SIGTERM)
+            after = await_pair(supervisor.port, PAIR_S, but_not=[mixed.active])
+            assert after.active == mixed.standby
+            time.sleep(1)
+            asked = traffic.stop()
+            assert {each.outcome.status for each in asked} == {Ended.RANKED}
+            assert traffic.lost == []
+        assert relay.stop(supervisor) == 0
     assert_no_error_is_logged(tmp_path / "relay")
 
 

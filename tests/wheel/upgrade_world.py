@@ -138,9 +138,7 @@ def lengths_of(gateway: Gateway, users: Iterable[str]) -> dict[str, int]:
 
 
 def scores_of(gateway: Gateway, lengths: Mapping[str, int], query_time_ms: int) -> np.ndarray[Any, Any]:
-    """The scores of each user's candidates, [users, candidates * tasks]. Fails if one was ranked on another history than
-    the published one.
-    """
+    """The scores of each user's candidates, [users, candidates * tasks]. Fails on an older history."""
     rows = []
     for user, length in lengths.items():
         status, answer = gateway.rank(user, query_time_ms=query_time_ms)

@@ -42,6 +42,11 @@ class Environment:
             *(folder / path.relative_to(self.python.parents[1]) for path in (self.python, self.packages))
         )
 
+    def replace(self, by: Environment) -> None:
+        """Puts the wheel of another environment in the place of this one's, as pip does."""
+        shutil.rmtree(self.packages / "relaygr")
+        shutil.copytree(by.packages / "relaygr", self.packages / "relaygr")
+
     def start(self, script: Path, *arguments: str) -> subprocess.Popen[str]:
         """Starts a script in its own folder."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("RELAYGR_", "PYTHON"))}
