@@ -28,10 +28,11 @@ from tests.wheel.upgrade_world import (
     lengths_of,
     scores_of,
     start_gateway,
+    waits_in_vain,
     workers_of,
 )
 from tests.worlds.pair import await_pair
-from tests.worlds.relay import Relay, candidates_of, history_of, jobs_done, make_model
+from tests.worlds.relay import Relay, candidates_of, history_of, jobs_done, make_model, reading
 from tests.worlds.steady_traffic import Traffic
 
 pytestmark = [
@@ -40,7 +41,7 @@ pytestmark = [
     pytest.mark.parametrize("broker", ["embedded"], indirect=True),
 ]
 
-USERS = {f"user-{number:02d}": 100 + number for number in range(24)}
+USERS = {f"user-{number:02d}": 100 + number for number in range(12)}
 INTERVAL_S = 0.05
 STAGE_S = 2.0
 TOLERANCE = 2e-5
@@ -56,12 +57,18 @@ class Histories:
         for seed, (user, length) in enumerate(USERS.items()):
             client.publish_history(history_of(user, length, seed))
 
+    def delete(self, user: str) -> None:
+        """And no behaviours of the user are published any more."""
+        del self.lengths[user]
+        self._client.tombstone(user)
+
     def grow(self) -> None:
         """Each by two behaviours."""
-        for seed, (user, length) in enumerate(self.lengths.items()):
-            new = history_of(user, length + 2, seed).behaviours[length:]
-            self._client.publish_behaviours(BehaviourEvent(user, new, length))
-            self.lengths[user] += 2
+        for seed, user in enumerate(USERS):
+            if (length := self.lengths.get(user)) is not None:
+                new = history_of(user, length + 2, seed).behaviours[length:]
+                self._client.publish_behaviours(BehaviourEvent(user, new, length))
+                self.lengths[user] += 2
 
 
 class Stage:
@@ -109,10 +116,13 @@ def test_both_versions_serve_each_other_under_traffic_and_nothing_is_lost(
             stage.passes({"worker-00", "worker-01"}, gateway)
             assert all(jobs_of(worker) for worker in workers)
 
-            assert relay.stop(trigger) == 0
+            # Two triggers share the events for a while.
             with then.starts():
-                trigger = relay.start_trigger()
-            relay.await_ready(trigger)
+                second = relay.start_trigger("trigger.instance_id=trigger-01")
+            relay.await_ready(second)
+            until(lambda: all(knows_all_owners(relay, each) for each in (trigger, second)), "both know the workers")
+            stage.passes({"worker-00", "worker-01"}, gateway)
+            assert relay.stop(trigger) == 0
             before = [jobs_of(worker) for worker in workers]
             stage.passes({"worker-00", "worker-01"}, gateway)
             assert all(jobs_of(worker) > jobs for worker, jobs in zip(workers, before, strict=True))
@@ -121,22 +131,28 @@ def test_both_versions_serve_each_other_under_traffic_and_nothing_is_lost(
             relay.await_ready(other.process)
             traffic.through(gateway, other)
             stage.passes({"worker-00", "worker-01"}, other)
-            scores = stage.scores(gateway)
-            np.testing.assert_allclose(stage.scores(other), scores, atol=TOLERANCE * np.abs(scores).max(), rtol=0)
+            assert_equal(stage.scores(other), stage.scores(gateway))
+            for each in (gateway, other):
+                assert all(waits_in_vain(each, list(histories.lengths)[:4]))
 
             # The other version goes on with the files of a worker that died.
+            histories.delete("user-00")
+            until(lambda: lengths_of(other, ["user-00"]) == {"user-00": 0}, "the user is deleted")
+            scores = stage.scores(other)
             relay.kill(workers[0])
             with then.starts():
                 workers[0] = relay.start_worker("worker-00")
             relay.await_ready(*workers)
             until(lambda: all_owned(relay, *workers), "both workers own partitions")
-            np.testing.assert_allclose(stage.scores(other), scores, atol=TOLERANCE * np.abs(scores).max(), rtol=0)
+            assert_equal(stage.scores(other), scores)
             stage.passes({"worker-00", "worker-01"}, other)
+            assert lengths_of(other, ["user-00"]) == {"user-00": 0}
             traffic.through(other)
             workers_of(traffic.take())
             assert relay.stop(gateway.process) == 0
         workers_of(traffic.take())
         relay.await_all_committed(Topic.RANKING, Topic.PREINFER)
+        assert relay.ends(Topic.DEAD_LETTERS) == {}
         for process in relay.processes.running:
             assert relay.stop(process) == 0
     assert_no_error_is_logged(tmp_path / "relay")
@@ -179,6 +195,16 @@ def test_a_worker_with_a_standby_changes_its_version_in_place(
             assert traffic.lost == []
         assert relay.stop(supervisor) == 0
     assert_no_error_is_logged(tmp_path / "relay")
+
+
+def knows_all_owners(relay: Relay, trigger: CommandProcess) -> bool:
+    """Whether the trigger understands the workers' statuses."""
+    assert reading(trigger).total("relaygr_trigger_bad_statuses_total") == 0
+    return reading(trigger).total("relaygr_trigger_fleet_owned_partitions") == relay.kafka.partitions
+
+
+def assert_equal(scores: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(scores, expected, atol=TOLERANCE * np.abs(expected).max(), rtol=0)
 
 
 def jobs_of(worker: CommandProcess) -> float:

@@ -137,6 +137,16 @@ def lengths_of(gateway: Gateway, users: Iterable[str]) -> dict[str, int]:
     }
 
 
+def waits_in_vain(gateway: Gateway, users: Iterable[str]) -> list[bool]:
+    """Names a version that never comes, and returns of each user whether the result says so. Newer workers add the
+    cause and the time of the wait, which older gateways pass over.
+    """
+    never = {"number": 5_000_000, "length": 100, "digest": "00" * 16}
+    answers = [gateway.rank(user, history_version=never) for user in users]
+    workers_of(answers)
+    return [answer["result"]["history_stale"] for _, answer in answers]
+
+
 def scores_of(gateway: Gateway, lengths: Mapping[str, int], query_time_ms: int) -> np.ndarray[Any, Any]:
     """The scores of each user's candidates, [users, candidates * tasks]. Fails on an older history."""
     rows = []
