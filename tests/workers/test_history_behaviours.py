@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from relaygr.kafka.log_reader import LastRecord
 from relaygr.schemas.digest import digest_chain
@@ -585,6 +586,32 @@ def test_an_older_form_of_the_store_is_emptied_and_read_again(tmp_path: Path) ->
     again = HistoryStore.open(tmp_path, MIB)
     assert again.trust(ORIGIN) is False
     assert (again.get("ann"), again.state(0), again.user_count) == (None, None, 0)
+    again.close()
+
+
+def test_the_form_of_a_later_version_is_not_read_but_named_and_emptied(tmp_path: Path) -> None:
+    """After a rollback. Its values may have any form."""
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    read(opened, snapshot(0, 1, covers=0))
+    with opened._files.env.begin(write=True) as txn:
+        txn.put(b"layout", b"relaygr.history-store.99", db=opened._files.meta)
+        for table in (*opened._files.tables, opened._files.partitions):
+            for key, _ in txn.cursor(db=table):
+                txn.put(key, b"of another form", db=table)
+    opened.close()
+    again = HistoryStore.open(tmp_path, MIB)
+    assert (again.get("ann"), again.deleted_at_ms("ann", 0), again.some_histories(1)) == (None, 0, [])
+    with capture_logs() as told:
+        assert again.trust(ORIGIN) is False
+    [line] = told
+    assert (line["layout"], line["this_version_reads"]) == (
+        "relaygr.history-store.99",
+        "relaygr.history-store.7, relaygr.history-store.6",
+    )
+    assert (again.get("ann"), again.state(0), again.user_count) == (None, None, 0)
+    read(again, snapshot(0, 1, covers=0))
+    assert items(again) != []
     again.close()
 
 

@@ -147,7 +147,8 @@ class HistoryStore:
             self._origin = origin
             return True
         if stored is not None:
-            log.warning("history store is emptied and read again", path=str(self.path), **_origins(stored, origin))
+            told = _origins(stored, origin) if layout in READABLE else _layouts(layout)
+            log.warning("history store is emptied and read again", path=str(self.path), **told)
         self._abandon_compaction()
         # A full disk may keep the old content for a while.
         self._origin = None
@@ -175,11 +176,14 @@ class HistoryStore:
 
     def deleted_at_ms(self, user_id: str, partition: int) -> int:
         """The timestamp of the user's last tombstone that is known; ms since the epoch; 0: none is."""
-        concealed = self._concealed.get(user_id)
+        _, _, concealed_ms = self._concealed.get(user_id, (0, 0, 0))
+        if self._origin is None:
+            # The content may have a layout that this version does not read.
+            return concealed_ms
         with self._read() as tables:
             head, deletion = tables.head(user_id), tables.deletion(partition, user_id)
         return max(
-            0 if concealed is None else concealed[2],
+            concealed_ms,
             0 if deletion is None else deletion.at_ms,
             0 if head is None else head.deleted_before_ms - 1,
         )
@@ -518,6 +522,13 @@ def _alone(batch: HistoryBatch, entry: HistoryRecord | EventRecord) -> HistoryBa
     return HistoryBatch(batch.partition, (entry,), min(entry.offset + 1, batch.next_offset))
 
 
-def _origins(stored: bytes | None, origin: StoreOrigin) -> dict[str, str]:
-    before = "nothing" if stored is None else stored.decode(errors="replace").replace("\n", " ")
-    return {"was_of": before, "is_of": origin.encode().decode().replace("\n", " ")}
+def _origins(stored: bytes, origin: StoreOrigin) -> dict[str, str]:
+    return {"was_of": _text(stored), "is_of": _text(origin.encode())}
+
+
+def _layouts(stored: bytes | None) -> dict[str, str]:
+    return {"layout": _text(stored or b"none"), "this_version_reads": ", ".join(map(_text, READABLE))}
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace").replace("\n", " ")
