@@ -50,10 +50,11 @@ from tests.promised import promised, unavailable
 
 TEST_PARTITIONS = 12
 ROOT = Path(__file__).parents[1]
-PIPELINE = "tests/pipeline/"
+WITH_RELAYS = ("tests/pipeline/", "tests/benchmarks/", "tests/cli/test_first_hour_page.py", "tests/wheel/test_upgrade")
 RELAYS = 2
 """The most files with whole relays that run at once: more would make each other late."""
 LONGEST = (
+    "tests/wheel/test_upgrade.py",
     "tests/pipeline/test_prepool.py",
     "tests/pipeline/test_standby.py",
     "tests/pipeline/test_demo.py",
@@ -61,6 +62,7 @@ LONGEST = (
     "tests/pipeline/test_other_rankers.py",
     "tests/pipeline/test_affinity.py",
     "tests/pipeline/test_brokers.py",
+    "tests/wheel/test_upgrade_pool.py",
     "tests/pipeline/test_older_disk.py",
     "tests/training/test_runs.py",
     "tests/pipeline/test_divert.py",
@@ -172,7 +174,7 @@ def file_of(nodeid: str) -> str:
 
 
 def has_relays(file: str) -> bool:
-    return file.startswith((PIPELINE, "tests/benchmarks/")) or file == "tests/cli/test_first_hour_page.py"
+    return file.startswith(WITH_RELAYS)
 
 
 def _place(file: str) -> int:
