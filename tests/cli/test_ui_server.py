@@ -68,6 +68,13 @@ def test_on_a_loopback_address_the_page_needs_no_token(local: UiServer) -> None:
     assert (state["phase"], state["live"]["prefix"], state["runs"]) == ("relay on", "relaygr", [])
 
 
+@pytest.mark.parametrize("host", ["::", "0.0.0.0"])
+def test_a_page_on_every_address_names_one_that_a_browser_here_can_open(page: Page, host: str) -> None:
+    with UiServer(page, host, 0, TOKEN) as server:
+        assert server.address.startswith("http://127.0.0.1:")
+        assert status(server, "/state", {"authorization": f"Bearer {TOKEN}"}) == 200
+
+
 def test_a_name_that_leads_here_from_elsewhere_is_refused(local: UiServer) -> None:
     """Else a web page could read the figures, with a name of its own that leads to 127.0.0.1."""
     assert status(local, "/state", {"host": "evil.example"}) == 421

@@ -32,15 +32,17 @@ def child_that_answers(body: bytes, promised_bytes: int) -> Iterator[int]:
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
-def names(port: int) -> list[str]:
-    """The names of the metrics in a scrape, with an active child on `port`."""
+def names(port: int, host: str = "127.0.0.1") -> list[str]:
+    """The names of the metrics in a scrape, with an active child on `port`. `host`: the setting `http_host`."""
     view = SupervisorView("worker-00", (ChildView(1, 1, ChildPhase.ACTIVE, port, True, ""),))
-    return [family.name for family in SupervisorProbes("127.0.0.1", 0, lambda: view).collect()]
+    return [family.name for family in SupervisorProbes(host, 0, lambda: view).collect()]
 
 
 OWN = ["relaygr_supervisor_children", "relaygr_supervisor_replaced"]
@@ -50,6 +52,14 @@ OWN = ["relaygr_supervisor_children", "relaygr_supervisor_replaced"]
 def test_metrics_are_those_of_the_supervisor_and_the_active_child() -> None:
     with child_that_answers(METRICS, len(METRICS)) as port:
         assert names(port) == [*OWN, "relaygr_worker_things"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["::", "0.0.0.0"])
+def test_a_child_on_every_address_is_asked_where_a_container_without_ipv6_has_it(host: str) -> None:
+    """As in Docker's networks: the page of each worker with a standby had none of the worker's own metrics there."""
+    with child_that_answers(METRICS, len(METRICS)) as port:
+        assert names(port, host) == [*OWN, "relaygr_worker_things"]
 
 
 @pytest.mark.slow

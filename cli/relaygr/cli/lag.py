@@ -10,7 +10,7 @@ import typer
 
 from relaygr.cli.options import BootstrapOption, ConfigOption, SetOption, command_settings
 from relaygr.cli.texts import page, plain_console, stdout_console
-from relaygr.runtime.direct_http import http_address
+from relaygr.runtime.direct_http import address_here, http_address
 from relaygr.runtime.errors import RelayError
 
 app = typer.Typer(add_completion=False)
@@ -131,7 +131,7 @@ def serve(
     with session.ends_for_new_files(), server:
         typer.echo(
             f"lag of {', '.join(group or (settings.group_prefix + '.*',))} at {settings.bootstrap}: "
-            f"{http_address(server.host, server.port)}/metrics"
+            f"{http_address(address_here(server.host), server.port)}/metrics"
         )
         monitor.start()
         stopping.wait()

@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from relaygr.runtime.direct_http import http_address, is_loopback
+from relaygr.runtime.direct_http import address_here, http_address, is_loopback
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.http_server import ConnectionLimits, HttpServer, host_name
 from relaygr.ui.page import REFRESH_S, Page
@@ -87,8 +87,8 @@ class UiServer:
 
     @property
     def address(self) -> str:
-        """Where a browser finds the page."""
-        return f"{http_address(self._server.host, self._server.port)}/"
+        """Where a browser on this machine finds the page."""
+        return f"{http_address(address_here(self._server.host), self._server.port)}/"
 
     def start(self) -> None:
         """Raises RelayError if the address cannot be bound."""

@@ -14,6 +14,9 @@ from typing import Final, cast
 NO_PROXY: Final = urllib.request.ProxyHandler({})
 """For an opener of urllib that asks the address itself, whatever the environment says."""
 
+EVERY_ADDRESS: Final = ("::", "0.0.0.0", "")
+"""Hosts of a server that listens on all addresses of its machine."""
+
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
@@ -34,6 +37,14 @@ def open_directly(url: str, timeout_s: float) -> http.client.HTTPResponse:
 def http_address(host: str, port: int) -> str:
     """Where a server on this host and port is found: addresses of IPv6 are in brackets."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def address_here(host: str) -> str:
+    """By which a process on this machine reaches a server that listens on `host`.
+
+    A server on every address is asked at one of IPv4: a container without IPv6 has no way to `::`.
+    """
+    return "127.0.0.1" if host in EVERY_ADDRESS else host
 
 
 def is_loopback(name: str) -> bool:

@@ -15,7 +15,7 @@ from relaygr.admission.settings import AdmissionSettings
 from relaygr.cluster.rights import Role
 from relaygr.consumer.settings import ConsumerSettings
 from relaygr.kafka.settings import KafkaSettings
-from relaygr.runtime.direct_http import http_address
+from relaygr.runtime.direct_http import EVERY_ADDRESS, http_address
 from relaygr.runtime.settings import Section
 from relaygr.schemas.limits import MAX_BUDGET_MS, MAX_MESSAGE_BYTES
 from relaygr.schemas.topics import Topic
@@ -380,7 +380,7 @@ class WorkerSettings(Section):
 
     def metrics_url_at(self, port: int) -> str:
         """The address of the page `/metrics` that is served on `port`."""
-        host = socket.gethostname() if self.http_host in ("0.0.0.0", "::", "") else self.http_host
+        host = socket.gethostname() if self.http_host in EVERY_ADDRESS else self.http_host
         return self.metrics_url or f"{http_address(host, port)}/metrics"
 
     def mixes_chunks(self, on_cpu: bool) -> bool:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from relaygr.runtime.direct_http import address_here
 from relaygr.runtime.probes import ProbeServer
 from relaygr.runtime.readiness import Check, Readiness
 from relaygr.worker.supervisor.heartbeat import ChildPhase
@@ -104,7 +105,7 @@ class SupervisorProbes:
 
     def _metrics_of(self, child: ChildView) -> Iterator[Metric]:
         # Not urllib, which would use a proxy that is set for other hosts.
-        connection = http.client.HTTPConnection(self._host, child.port, timeout=_FETCH_TIMEOUT_S)
+        connection = http.client.HTTPConnection(address_here(self._host), child.port, timeout=_FETCH_TIMEOUT_S)
         try:
             connection.request("GET", "/metrics")
             families = list(text_string_to_metric_families(connection.getresponse().read().decode()))
