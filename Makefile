@@ -26,7 +26,7 @@ REQUIRE_PYTHON = @$(PYTHON) $(IS_NEW_ENOUGH) || { \
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES)
 
-.PHONY: help demo test test-main test-fast test-thorough test-newest lint format docs site dist sbom image clean
+.PHONY: help demo test test-main test-fast test-thorough test-newest test-containers lint format docs site dist sbom image clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -34,8 +34,8 @@ help:
 demo: $(VENV)/.installed-demo ## run the relay here, relay on and relay off, and compare
 	$(BIN)/relaygr demo $(DEMO_ARGS)
 
-test: lint ## lint, types and all tests
-	$(PYTEST) $(PYTEST_ARGS)
+test: lint ## lint, types and all tests but those of test-containers
+	$(PYTEST) -m "not container" $(PYTEST_ARGS)
 
 test-main: $(VENV)/.installed-test ## all tests but outages, soaks, browsers and containers
 	$(PYTEST) -m "not outage and not soak and not browser and not container" $(PYTEST_ARGS)
@@ -49,6 +49,9 @@ test-thorough: $(VENV)/.installed-test ## many more random sequences and inputs,
 
 test-newest: ## lint, types and all tests with the newest libraries that the ranges allow, in build/newest
 	$(MAKE) test VENV=build/newest PIP_ARGS="--upgrade --upgrade-strategy eager"
+
+test-containers: $(VENV)/.installed-test ## the image and the local stack under Docker (compose/), with what was measured
+	$(BIN)/pytest -n 0 -rP -m container $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .
