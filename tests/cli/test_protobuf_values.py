@@ -293,6 +293,36 @@ def test_a_schema_in_a_header_is_found_by_its_guid(registry: Registry) -> None:
     assert registry.paths == [f"/schemas/guids/{guid}", f"/schemas/guids/{guid}?format=serialized"]
 
 
+def test_what_confluents_serialisers_wrote_is_read(registry: Registry) -> None:
+    """Schemas and values as `ProtobufSerializer` and `JSONSerializer` of confluent-kafka 2.16.1 registered and wrote
+    them, with `HeaderSchemaIdSerializer` and without.
+    """
+    kinds = {"schema": "ChBzaG9wL2tpbmRzLnByb3RvEgRzaG9wKhkKBEtpbmQSCAoEVklFVxAAEgcKA0JVWRABYgZwcm90bzM="}
+    visit = {
+        "schema": "ChBzaG9wL3Zpc2l0LnByb3RvEgRzaG9wGhBzaG9wL2tpbmRzLnByb3RvGh9nb29nbGUvcHJvdG9idWYvdGltZXN0YW"
+        "1wLnByb3RvIgYKBFBpbmciZAoFVmlzaXQSCwoDdWlkGAEgASgJEgsKA3NrdRgCIAEoAxImCgJhdBgDIAEoCzIaLmdv"
+        "b2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASGQoFZXZlbnQYBCABKA4yCi5zaG9wLktpbmRiBnByb3RvMw==",
+        "references": [{"name": "shop/kinds.proto", "subject": "shop/kinds.proto", "version": 1}],
+    }
+    guid = uuid.UUID(int=2)
+    kinds, visit = ({**each, "schemaType": "PROTOBUF"} for each in (kinds, visit))
+    registry.schemas |= {1: kinds, 2: visit, str(guid): visit, 3: {"schema": "{}", "schemaType": "JSON"}}
+    registry.subjects["shop%2Fkinds.proto/versions/1"] = {**kinds, "id": 1}
+    values, wanted = values_of(registry), {"uid": "ann", "sku": 7, "event": "BUY"}
+    for content, header, at in (
+        ("AAAAAAICAgoDYW5uEAcaBgiAoPj6BSAB", None, "2020-09-13T12:26:40+00:00"),
+        ("CgNhbm4QBxoGCICg+PoFIAE=", "AQAAAAAAAAAAAAAAAAAAAAICAg==", "2020-09-13T12:26:40+00:00"),
+        (
+            "AAAAAAN7InVpZCI6ImFubiIsInNrdSI6NywiYXQiOjE2MDAwMDAwMDAwMDAsImV2ZW50IjoiQlVZIn0=",
+            None,
+            1_600_000_000_000,
+        ),
+    ):
+        before = None if header is None else base64.b64decode(header)
+        assert values.object(base64.b64decode(content), before, lambda names: names) == {**wanted, "at": at}
+    assert values.object(base64.b64decode("AAAAAAIA"), None, lambda names: names) == {}, "a message of no fields"
+
+
 def test_a_topic_may_have_all_three_types_and_later_schemas_of_each(registry: Registry) -> None:
     avro = {"type": "record", "name": "Visit", "fields": [{"name": "user", "type": "string"}]}
     json_schema = {"schema": '{"type": "object"}', "schemaType": "JSON", "references": [{"name": "x"}]}
