@@ -206,6 +206,7 @@ def test_traffic_is_judged_in_the_words_of_the_live_page() -> None:
     assert late.mend == "see docs/alerts.md#relayrankinglate"
     [calm] = judge.traffic([], 20, 6)
     assert (calm.verdict, calm.what) == (OK, "20 ranking requests ended within 6 s, and nothing is wrong with them")
+    assert judge.traffic([], 0, 6)[0].what == "no ranking request ended within 6 s, and nothing else is wrong"
     unread = Seen(errors=["This user may not read relaygr.results: grant the rights"], ended=9, late=9)
     [skipped] = judge.traffic(judge_conditions(unread), 9, 6)
     assert skipped.verdict is SKIP and "may not read relaygr.results" in skipped.what, "a user of another role"

@@ -251,6 +251,8 @@ def traffic(problems: Sequence[Finding], ended: int, within_s: float) -> list[Di
         Diagnosis("traffic", Verdict.WARN, each.text, f"see {each.page}") for each in problems if each.name not in told
     ]
     what = f"{ended} ranking requests ended within {within_s:g} s, and nothing is wrong with them"
+    if not ended:
+        what = f"no ranking request ended within {within_s:g} s, and nothing else is wrong"
     return found or [Diagnosis("traffic", Verdict.OK, what)]
 
 
