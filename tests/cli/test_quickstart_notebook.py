@@ -16,8 +16,6 @@ import pytest
 
 NOTEBOOK = json.loads((Path(__file__).parents[2] / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))
 CELLS: list[Any] = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-WRITTEN, PATIENT = "LEAD_MS, BUDGET_MS = 1000, 20_000", "LEAD_MS, BUDGET_MS = 8000, 60_000"
-"""A busy machine may read an event, and finish its job, later than a second after it was sent."""
 TIMEOUT_S = 400
 
 
@@ -43,8 +41,7 @@ def test_the_outputs_are_those_of_one_run_from_top_to_bottom_and_name_no_place_o
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_the_notebook_runs_and_leaves_nothing(tmp_path: Path) -> None:
     script = "\n".join("".join(cell["source"]) for cell in CELLS)
-    assert script.count(WRITTEN) == 1
-    (tmp_path / "notebook.py").write_text(script.replace(WRITTEN, PATIENT), encoding="utf-8")
+    (tmp_path / "notebook.py").write_text(script, encoding="utf-8")
     folder = tmp_path / "folder"
     folder.mkdir()
     environment = {
