@@ -297,7 +297,7 @@ def test_a_worker_with_too_little_memory_says_so_and_one_with_what_it_asks_for_i
     """The limit of the container is the sum that the worker states, for its two processes."""
     small = {"WORKER_HBM_BYTES": "16MiB", "WORKER_DRAM_BYTES": "64MiB", "WORKER_HISTORY_MAX_BYTES": "64MiB"}
     traffic = {"BUDGET_MS": BUDGET_MS, "RATE_PER_S": "6", "USERS": "200"}
-    with stack("relaygr-test-limit", checkout, **small, **traffic, WORKER_MEMORY_LIMIT="600m") as tight:
+    with stack("relaygr-test-limit", checkout, **small, **traffic, WORKER_MEMORY_LIMIT="400m") as tight:
         up = ("up", "--detach", "--scale", "worker-01=0", "--scale", "traffic=0")
         tight.compose(*up, timeout_s=LONG_S)
         until(lambda: "worker.dram_bytes" in tight.logs("worker-00"), "a refusal that names a setting", LONG_S)
