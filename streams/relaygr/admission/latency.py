@@ -34,7 +34,6 @@ from typing import Final
 from relaygr.schemas.messages import LENGTH_BUCKETS, LatencyCoefficients
 from relaygr.schemas.record import record
 
-
 LONG_WAIT_PART: Final = 0.5
 """The part of a request's time, from its receipt to its deadline, above which its wait in the queue is a long one.
 
