@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from relaygr.client import Ended, RankOutcome
-from relaygr.demo.data import retrieval_text
 from relaygr.demo.quality import compare_quality
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import BehaviourEvent, History, RankingResult, StageTimings
 from relaygr.schemas.messages import Path as RankingPath
-from relaygr.traffic.held_out import FoundCandidates, HeldOutPopulation, search_of
+from relaygr.traffic.held_out import FoundCandidates, HeldOutPopulation, retrieval_text, search_of
 from relaygr.traffic.player import Player
 from relaygr.traffic.population import population_of
 from relaygr.traffic.records import ImpressionRecord
@@ -138,7 +137,7 @@ def test_the_retrieval_that_found_most_in_validation_finds_the_candidates(
     copied.write_json("metrics.json", {**metrics, "found_shares": {**shares, name: 1.1}})
     search = search_of(copied.folder, None)
     assert isinstance(search, BaselineSearch)
-    assert f"{name}, the best in the validation part" in retrieval_text(copied, None)
+    assert f"{name}, the best in the validation part" in retrieval_text(copied.folder, None)
     played = list(impressions(settings, population))
     found = 0
     for each in played:

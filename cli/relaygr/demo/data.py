@@ -85,23 +85,6 @@ def trained_run(console: Console, folder: Path) -> Run:
     return run
 
 
-def retrieval_text(run: Run, retrieval: Path | None) -> str:
-    """Which retrieval finds the candidates, and how much each that the run has found. Raises RelayError."""
-    from relaygr.training.models import RETRIEVAL
-    from relaygr.training.retrieval import best_retrieval
-    from relaygr.training.runs import FOUND_SHARES, METRICS_FILE
-    from relaygr.training.sampling import FOUND
-
-    if retrieval is not None:
-        return f"{retrieval}, as asked"
-    names = {RETRIEVAL: "the ranker's own"}
-    best = best_retrieval(run)
-    shares = ", ".join(
-        f"{names.get(name, name)} {share:.0%}" for name, share in run.read_json(METRICS_FILE)[FOUND_SHARES].items()
-    )
-    return f"{names.get(best, best)}, the best in the validation part: of its items {FOUND} candidates had: {shares}"
-
-
 def _log_in(folder: Path) -> Path:
     found = sorted(folder.glob("log.*"))
     if not found:

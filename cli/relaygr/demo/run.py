@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.prompt import Confirm
 
 from relaygr.demo.board import print_plan, print_summary
-from relaygr.demo.data import data_settings, deployed, locked, retrieval_text, trained_run
+from relaygr.demo.data import data_settings, deployed, locked, trained_run
 from relaygr.demo.plan import DemoPlan, PlanOverrides
 from relaygr.demo.pool import PoolDemo, require_pool, run_pool
 from relaygr.demo.prepare import (
@@ -127,7 +127,9 @@ def _run(console: Console, settings: Settings, options: DemoOptions, prefix: str
         if options.data is not None:
             _show_phase(page, "training a ranker, if the folder has none")
             run = trained_run(console, options.data)
-            console.print(f"retrieval  {retrieval_text(run, options.retrieval)}", soft_wrap=True)
+            from relaygr.traffic.held_out import retrieval_text  # It imports torch.
+
+            console.print(f"retrieval  {retrieval_text(run.folder, options.retrieval)}", soft_wrap=True)
             settings, checkpoint = data_settings(settings, run.folder, options.retrieval), run.checkpoint
             _show_phase(page, "measuring this machine")
         population = population_of(settings.traffic)

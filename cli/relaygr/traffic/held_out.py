@@ -24,7 +24,8 @@ from relaygr.traffic.settings import TrafficSettings
 from relaygr.training.logs import Log, usable
 from relaygr.training.models import RETRIEVAL
 from relaygr.training.retrieval import BaselineSearch, GraphSearch, ItemSearch, best_retrieval
-from relaygr.training.runs import Run
+from relaygr.training.runs import FOUND_SHARES, METRICS_FILE, Run
+from relaygr.training.sampling import FOUND
 from relaygr.training.splits import Part, Split, split_log
 from relaygr.training_progress import training_log
 
@@ -87,6 +88,18 @@ def search_of(folder: Path, retrieval: Path | None) -> ItemSearch | BaselineSear
     run = Run(folder)
     name = best_retrieval(run)
     return ItemSearch(run.checkpoint) if name == RETRIEVAL else BaselineSearch(run, _log_of(run)[1], name)
+
+
+def retrieval_text(folder: Path, retrieval: Path | None) -> str:
+    """Which retrieval finds the candidates, and how much each that the run has found. Raises RelayError."""
+    if retrieval is not None:
+        return f"{retrieval}, as asked"
+    run = Run(folder)
+    names, best = {RETRIEVAL: "the ranker's own"}, best_retrieval(run)
+    shares = ", ".join(
+        f"{names.get(name, name)} {share:.0%}" for name, share in run.read_json(METRICS_FILE)[FOUND_SHARES].items()
+    )
+    return f"{names.get(best, best)}, the best in the validation part: of its items {FOUND} candidates had: {shares}"
 
 
 def use_one_thread() -> None:

@@ -36,7 +36,7 @@ from relaygr.training.sampling import (
     sequence_batches,
     with_found_negatives,
 )
-from relaygr.training.sequence_loss import retrieval_loss
+from relaygr.training.sequence_loss import TEMPERATURE, retrieval_loss
 from relaygr.training.splits import Part, Split
 from relaygr.worker.model.config import ModelConfig
 
@@ -143,13 +143,14 @@ def _begin_candidates(state: _State) -> None:
 
 
 def _optimizer(state: _State, options: TrainingOptions) -> torch.optim.Optimizer:
+    # The weights of the read-out are of the size of `next`'s at the start: else `liked` would not be learnt.
     learnt = _LEARNT_RATE if state.stage is Stage.CANDIDATES else 1.0
     groups = [
         {
             "params": [tensor for name, tensor in state.tensors.items() if name.startswith("readout.") == is_new],
             "of": of,
         }
-        for is_new, of in ((True, 1.0), (False, learnt))
+        for is_new, of in ((True, 1 / TEMPERATURE), (False, learnt))
     ]
     return torch.optim.Adam(groups, lr=options.learning_rate, betas=(0.9, 0.98))
 
