@@ -29,6 +29,7 @@ from relaygr.schemas.headers import RankingHeaders
 from relaygr.ui import model, scrape
 from relaygr.ui.reader import TopicReader
 from relaygr.ui.scrape import Scraper, check_url, pages_at, parse_reading, read_page, wanted_lines
+from tests.waiting import until
 from tests.worlds.ui import UiWorld
 
 # Metrics pages
@@ -186,6 +187,23 @@ def test_the_scraper_delivers_what_each_target_says(target: str) -> None:
     assert both.wait(10)
     scraper.stop()
     assert heard["worker-00"] is not None and heard["worker-01"] is None
+
+
+def test_a_target_that_is_named_between_two_rounds_is_read_at_once(target: str) -> None:
+    """A worker's pool was seen only after `ui.scrape_interval_s`."""
+    targets: dict[str, str] = {}
+    heard: list[str] = []
+    scraper = Scraper(600, lambda: targets, lambda name, _: heard.append(name), named=lambda: len(targets))
+    scraper.start()
+    try:
+        time.sleep(0.3)
+        assert heard == []
+        targets[f"{target}/metrics"] = "worker-00"
+        until(lambda: heard, "the new page is read")
+        time.sleep(1.5)
+        assert heard == ["worker-00"], "the others wait for their time"
+    finally:
+        scraper.stop()
 
 
 # Messages

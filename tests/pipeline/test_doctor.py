@@ -44,6 +44,7 @@ def _look(relay: Relay) -> None:
         assert found["rights"] == [("ok", "this user may act as gateway, trigger, worker")]
         assert "Kafka 4.0 or newer" in found["broker"][0][1]
     assert "ranked by worker-00" in found["impression"][0][1]
+    assert found["traffic"][0][0] != "skip", found["traffic"]
 
     relay.kill(worker)
     code, found = doctor(relay)
