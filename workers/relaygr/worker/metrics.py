@@ -163,7 +163,8 @@ class WorkerMetrics:
         )
         self.long_waits = Counter(
             "relaygr_worker_long_waits_total",
-            "Ranked requests that waited in the queue for more than half of the time from receipt to deadline",
+            "Ranked requests that waited in the queue for more than half of the time from their receipt to their "
+            "deadline",
             registry=registry,
         )
         self.history_wait_seconds = Histogram(
