@@ -87,6 +87,13 @@ def run(title: str, late: int) -> RunView:
     )
 
 
+def complaints_of(tab: Browser, server: UiServer) -> list[str]:
+    """What the page of this server complained about. On a slow machine the end of the stream of an earlier one comes
+    late.
+    """
+    return [each for each in tab.complaints if "/events" not in each or server.address in each]
+
+
 def text_of(tab: Browser, place: str) -> str:
     return str(tab.ask(f"document.querySelector('{place}').innerText"))
 
@@ -107,7 +114,7 @@ def test_the_page_fits_its_window_and_says_what_it_draws(
     assert tab.ask(NAMED) and tab.ask("document.querySelectorAll('svg').length") >= 10
     dark = tab.ask("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
     assert dark == (scheme == "dark")
-    assert tab.complaints == []
+    assert complaints_of(tab, server) == []
     assert {address for address in tab.asked if not address.startswith(server.address)} == set()
     tab.picture(tmp_path / f"{width}-{scheme}.png")
 
@@ -285,7 +292,7 @@ def test_requests_are_found_in_the_page(tab: Browser, server: UiServer, world: U
     tab.until("document.getElementById('late-title').innerText == 'Requests found'")
     tab.until("document.querySelectorAll('#late details').length == 11")
     assert "12.0 ms" in text_of(tab, "#late") and text_of(tab, "#link") != "paused", "a letter in the field is text"
-    assert tab.ask("document.documentElement.scrollWidth") <= 390 and tab.complaints == []
+    assert tab.ask("document.documentElement.scrollWidth") <= 390 and complaints_of(tab, server) == []
 
 
 def test_nothing_moves_for_those_who_want_no_motion(tab: Browser, server: UiServer) -> None:
