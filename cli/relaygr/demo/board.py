@@ -167,7 +167,7 @@ class Board:
         late = sum(not in_time(record) for record in records)
         mix = ", ".join(f"{path} {count}" for path, count in _path_mix(records).most_common())
         return (
-            f"{elapsed}, {len(records)}{self._of_expected} answered, {late} late, "
+            f"{elapsed}, {len(records)}{self._of_expected} answered, {late} not whole in time, "
             f"P50 {_latency(recent.p50_ms)}, P99 {_latency(recent.p99_ms)} of {self._budget_ms} ms; {mix}"
         )
 
@@ -243,7 +243,7 @@ class Board:
         late = sum(not in_time(record) for record in records)
         text.append(
             f"  ·  {len(records)}{self._of_expected} answered, {len(records) / elapsed_s:.1f}/s\n"
-            f"late {late / len(records):.1%}   P50 {_latency(recent.p50_ms)}   P99 ",
+            f"not whole in time {late / len(records):.1%}   P50 {_latency(recent.p50_ms)}   P99 ",
             style="not bold",
         )
         text.append(_latency(recent.p99_ms), style="red" if recent.p99_ms > self._budget_ms else "green")
