@@ -69,12 +69,16 @@ def build_release(folder: Path) -> Release:
 
 
 def build_earlier(folder: Path) -> Path:
-    """Builds the wheel of the earlier commit. Ends the test without the history that has it."""
+    """Builds the wheel of the earlier commit. Ends the test without it: as failed in a checkout with a whole history."""
     archive = folder / "source.tar"
     command = ["git", "archive", f"--output={archive}", EARLIER_COMMIT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
-        unavailable("git", f"this checkout lacks the commit {EARLIER_COMMIT}: {done.stderr.strip()}")
+        lack = f"this checkout lacks the commit {EARLIER_COMMIT}: {done.stderr.strip()}"
+        asked = ["git", "rev-parse", "--is-shallow-repository"]
+        is_shallow = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        assert is_shallow != "false", lack
+        unavailable("git", lack)
     with tarfile.open(archive) as packed:
         packed.extractall(folder / "source", filter="data")
     _run("build", "--no-isolation", "--wheel", "--outdir", str(folder), str(folder / "source"))
