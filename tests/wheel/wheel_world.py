@@ -69,7 +69,7 @@ def build_release(folder: Path) -> Release:
 
 
 def build_earlier(folder: Path) -> Path:
-    """Builds the wheel of the earlier commit. Ends the test without it: as failed in a checkout with a whole history."""
+    """Builds the wheel of the earlier commit. Without it the test ends: as failed if the history is whole."""
     archive = folder / "source.tar"
     command = ["git", "archive", f"--output={archive}", EARLIER_COMMIT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
