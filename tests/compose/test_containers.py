@@ -338,7 +338,7 @@ def test_the_broker_of_testcontainers_takes_messages(monkeypatch: pytest.MonkeyP
     needs_docker()
     monkeypatch.setattr(docker_module, "IMAGE", os.environ.get("KAFKA_IMAGE", docker_module.IMAGE))
     with local_broker("docker") as broker:
-        settings = broker.settings(KafkaSettings(partitions=4))
+        settings = broker.settings(KafkaSettings(partitions=4, connect_timeout_s=60))
         broker.create_topics(settings)
         with RelayClient(settings, "gateway") as client:
             answer = client.rank("nobody", [1], budget_ms=2000)
