@@ -143,7 +143,8 @@ def test_a_client_on_this_machine_is_ranked(running: Stack) -> None:
     settings = KafkaSettings(bootstrap=f"localhost:{running.port('KAFKA')}", partitions=48)
     with RelayClient(settings, "gateway-of-the-test") as client:
         answer = client.rank("a new user", list(range(8)), budget_ms=30_000)
-    assert answer.status is Ended.RANKED and answer.result is not None
+    assert answer.status is Ended.RANKED
+    assert answer.result is not None and answer.result.scores is not None
     assert len(answer.result.scores) == 8
 
 
