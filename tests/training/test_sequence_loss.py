@@ -41,18 +41,18 @@ def test_of_a_large_vocabulary_a_sample_estimates_the_same_loss_and_gradients(mo
     plain(x, table, wanted).backward()  # type: ignore[no-untyped-call]
     whole, expected = plain(x, table, wanted).item(), (x.grad.clone(), table.grad.clone())
     monkeypatch.setattr(sequence_loss, "MOST_ITEMS", 299)
-    monkeypatch.setattr(sequence_loss, "SAMPLED", 150)
+    # So many that the logarithm of their sum is nearly that of all, however few of them decide it.
+    monkeypatch.setattr(sequence_loss, "SAMPLED", 3000)
     x.grad = table.grad = None
     torch.manual_seed(0)
     losses = []
-    for _ in range(300):
+    for _ in range(30):
         loss = retrieval_loss(x, table, wanted)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
-    assert len(set(losses)) == 300
-    # The logarithm of an unbiased sum is a little low.
-    assert sum(losses) / 300 == pytest.approx(whole, rel=0.02)
-    for ours, theirs in zip((x.grad / 300, table.grad / 300), expected, strict=True):
+    assert len(set(losses)) == 30
+    assert sum(losses) / 30 == pytest.approx(whole, rel=0.01)
+    for ours, theirs in zip((x.grad / 30, table.grad / 30), expected, strict=True):
         assert (ours - theirs).norm() < 0.1 * theirs.norm()
 
 
