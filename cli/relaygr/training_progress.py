@@ -96,9 +96,9 @@ class EpochLines:
     def epoch_ended(self, record: EpochRecord) -> None:
         self._best[record.stage] = max(self._best.get(record.stage, 0.0), record.ndcg)
         self._epoch_s.append(record.seconds)
-        losses = f"retrieval {record.retrieval_loss:.4f}"
+        losses = f"retrieval {record.retrieval_loss:.4f}  liked {record.liked_loss:.4f}"
         if record.stage is Stage.CANDIDATES:
-            losses += f"  next {record.next_loss:.4f}  liked {record.liked_loss:.4f}"
+            losses += f"  next {record.next_loss:.4f}"
         self._console.print(
             f"{record.stage:10} {record.epoch + 1:3}  {losses}  validation NDCG@10 {record.ndcg:.4f}  "
             f"{record.seconds:.0f} s"

@@ -402,6 +402,10 @@ def test_every_behaviour_but_the_first_of_a_window_is_searched_once_an_epoch() -
             searched += wanted[wanted < split.num_items].tolist()
             known = items < split.num_items
             assert bool((wanted[known] == items[known] + 1).all()), "it came right after"
+        assert torch.equal(batch.inputs.candidates[..., 1], batch.wanted), "of which `liked` is asked"
+        is_known = batch.wanted < split.num_items
+        liked = torch.from_numpy(split.liked[split.item_ids[batch.wanted[is_known].numpy()]])
+        assert torch.equal(batch.liked[is_known], liked.float()) and not bool(batch.liked[~is_known].any())
     assert sorted(searched) == [
         row for user, start in enumerate(split.starts[:-1]) for row in split.rows[start + 1 : split.train_ends[user]]
     ]

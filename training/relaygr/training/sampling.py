@@ -50,11 +50,15 @@ Window = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class SequenceBatch:
-    """Windows with one candidate after each behaviour, whose row searches for what came next."""
+    """Windows with two candidates after each behaviour: the row of the first searches for what came next, which is the
+    second.
+    """
 
     inputs: Batch
     wanted: torch.Tensor
     """int64 [users, behaviours]: the row of the vocabulary of the behaviour that came next; its size: there is none."""
+    liked: torch.Tensor
+    """float32 [users, behaviours]: it is a rating of at least 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +85,16 @@ def sequence_batches(split: Split, seed: int, epoch: int, max_history: int) -> I
     for number, windows in enumerate(batches):
         items, actions = _history(split, random, windows)
         wanted = np.full(items.shape, split.num_items, dtype=np.int64)
+        liked = np.zeros(items.shape, dtype=np.float32)
         for index, (_, start, end) in enumerate(windows):
             wanted[index, : end - start - 1] = split.rows[start + 1 : end]
-        named = random.integers(0, split.num_items, items.shape)
-        named[random.random(items.shape) >= _NAMED] = split.num_items
+            liked[index, : end - start - 1] = split.liked[start + 1 : end]
+        searching = random.integers(0, split.num_items, items.shape)
+        searching[random.random(items.shape) >= _NAMED] = split.num_items
+        candidates = np.stack((searching, wanted), axis=2) if split.has_liked else searching[..., None]
         places = np.broadcast_to(1 + np.arange(items.shape[1]), items.shape).copy()
-        inputs = Batch(*map(torch.from_numpy, (items, actions, named[..., None], places)))
-        yield (number + 1) / len(batches), SequenceBatch(inputs, torch.from_numpy(wanted))
+        inputs = Batch(*map(torch.from_numpy, (items, actions, candidates, places)))
+        yield (number + 1) / len(batches), SequenceBatch(inputs, *map(torch.from_numpy, (wanted, liked)))
 
 
 def candidate_batches(

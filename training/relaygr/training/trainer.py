@@ -1,10 +1,11 @@
 """The training loop, in two stages.
 
-    sequence      retrieval's loss at every place of a history (`sequence_loss.py`)
-    candidates    next + 0.2 liked + retrieval: `next` is a soft-max over the behaviour that came next and other items,
-                  half of which retrieval finds there; `liked` is the log loss of a rating of at least 4
+    sequence      retrieval + 0.2 liked, at every place of a history: retrieval's loss is that of `sequence_loss.py`,
+                  and `liked` is the log loss of a rating of at least 4
+    candidates    next + 0.2 liked + retrieval, at some places: `next` is a soft-max over the behaviour that came next
+                  and other items, half of which retrieval finds there
 
-The second goes on from the best weights of the first. A place of the first costs one row, in the second as many as it
+The second goes on from the best weights of the first. A place of the first costs two rows, in the second as many as it
 has candidates: so a ranker learns most from sequences. State is saved after each epoch. An epoch depends on its number
 and the seed alone, so that a run that goes on gives the weights of one that was not interrupted; with a time limit it
 depends on the machine, too.
@@ -73,7 +74,7 @@ class EpochRecord:
     """Of its stage, from 0."""
     loss: float
     next_loss: float
-    """0 in the stage of sequences, as is `liked_loss`."""
+    """0 in the stage of sequences."""
     liked_loss: float
     retrieval_loss: float
     ndcg: float
@@ -260,9 +261,13 @@ def take_step(
 
 
 def sequence_losses(config: ModelConfig, tensors: Tensors, batch: SequenceBatch, dropout: float) -> torch.Tensor:
-    """[3], as `supervised_losses`: of retrieval alone."""
-    rows = candidate_states(config, tensors, batch.inputs, dropout)[:, :, 0]
-    return torch.stack((torch.zeros(()), torch.zeros(()), _searched(config, tensors, rows, batch.wanted)))
+    """[3], as `supervised_losses`, without `next`, which needs negatives."""
+    rows = candidate_states(config, tensors, batch.inputs, dropout)
+    liked, known = torch.zeros(()), batch.wanted < config.vocabulary_size
+    if len(config.tasks) > LIKED and bool(known.any()):
+        logits = task_logits(tensors, rows[:, :, 1], batch.wanted)[known]
+        liked = F.binary_cross_entropy_with_logits(logits[:, LIKED], batch.liked[known])
+    return torch.stack((torch.zeros(()), liked, _searched(config, tensors, rows[:, :, 0], batch.wanted)))
 
 
 def supervised_losses(
