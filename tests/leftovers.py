@@ -11,6 +11,8 @@ from pathlib import Path
 WAIT_S = 30.0
 LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Processes that Python starts once and keeps."""
+LASTING_THREADS = ("tqdm_monitor",)
+"""Threads that libraries start once and keep: `implicit` makes progress bars, shown or not."""
 PER_THREAD = Path("/proc/self/task")
 _owned: list[Callable[[], set[int]]] = []
 
@@ -57,7 +59,8 @@ class Leftovers:
 
     def found(self) -> list[str]:
         """Each new thread and child process, in words."""
-        threads = [f"thread {thread.name}" for thread in running_threads() - self._threads]
+        started = running_threads() - self._threads
+        threads = [f"thread {thread.name}" for thread in started if thread.name not in LASTING_THREADS]
         owned = set[int]().union(*(process_ids() for process_ids in _owned))
         commands = {process: _command_of(process) for process in child_processes() - self._processes - owned}
         processes = [

@@ -46,7 +46,8 @@ def test_new_workers_load_prefixes_from_the_pool_and_score_as_in_full(tmp_path: 
     assert "objects_written stored" in said and "NO " not in said
     # The page shows the pool from the first look at a ready worker, which has neither written nor loaded anything.
     shown = [state["live"]["workers"] for state in documents if state["live"] is not None and not state["ended"]]
-    assert shown[0] and all(worker["pool"] == {"away": False, "written": 0, "loaded": 0} for worker in shown[0])
+    first = next(workers for workers in shown if workers)
+    assert all(worker["pool"] == {"away": False, "written": 0, "loaded": 0} for worker in first)
     assert any(worker["pool"]["written"] for workers in shown for worker in workers)
     assert any(worker["pool"]["loaded"] for workers in shown for worker in workers)
     assert [run["title"] for run in documents[-1]["runs"]] == ["workers that fill the pool", "new workers"]

@@ -168,7 +168,8 @@ def test_both_versions_serve_each_other_under_traffic_and_nothing_is_lost(
             assert relay.stop(gateway.process) == 0
         workers_of(traffic.take())
         relay.await_all_committed(Topic.RANKING, Topic.PREINFER)
-        assert sum(relay.ends(Topic.DEAD_LETTERS).values()) == len(USERS), "only what was refused by name"
+        # Only what was refused by name, and once more what the killed worker had read and not committed.
+        assert len(USERS) <= sum(relay.ends(Topic.DEAD_LETTERS).values()) <= 2 * len(USERS)
         for process in relay.processes.running:
             assert relay.stop(process) == 0
     assert_no_traceback_is_logged(tmp_path / "relay")
