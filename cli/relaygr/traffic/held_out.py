@@ -95,11 +95,12 @@ def retrieval_text(folder: Path, retrieval: Path | None) -> str:
     if retrieval is not None:
         return f"{retrieval}, as asked"
     run = Run(folder)
-    names, best = {RETRIEVAL: "the ranker's own"}, best_retrieval(run)
-    shares = ", ".join(
-        f"{names.get(name, name)} {share:.0%}" for name, share in run.read_json(METRICS_FILE)[FOUND_SHARES].items()
-    )
-    return f"{names.get(best, best)}, the best in the validation part: of its items {FOUND} candidates had: {shares}"
+    shares: dict[str, float] = run.read_json(METRICS_FILE)[FOUND_SHARES]
+    names = {name: "the ranker's own" if name == RETRIEVAL else name for name in shares}
+    best = best_retrieval(run)
+    others = ", ".join(f"{names[name]} {share:.0%}" for name, share in shares.items() if name != best)
+    found = f"{names[best]}: {FOUND} candidates have {shares[best]:.0%} of what came next in the validation part"
+    return f"{found}; others {others}" if others else found
 
 
 def use_one_thread() -> None:
