@@ -74,13 +74,13 @@ class EpochLines:
         self._bars, self._console, self._options = bars, console, options
         self._at: tuple[Stage, int] | None = None
         self._best: dict[Stage, float] = {}
-        self._epoch_s: list[float] = []
-        """Of the stage."""
+        self._epoch_s = 0.0
+        """Of the last one of the stage; 0: none has ended."""
 
     def step(self, stage: Stage, epoch: int, share: float, loss: float) -> None:
         if (stage, epoch) != self._at:
             self._bars.began("", 1)
-            self._epoch_s = self._epoch_s if epoch else []
+            self._epoch_s = self._epoch_s if epoch else 0.0
             self._at = stage, epoch
         said = f"{stage}, epoch {epoch + 1} of {self._options.epochs_of(stage)}, loss {loss:.3f}"
         if stage in self._best:
@@ -91,11 +91,11 @@ class EpochLines:
         """The longest that the stage may still take, by its last epoch."""
         if not self._epoch_s or self._options.max_minutes:
             return ""
-        return f", at most {self._epoch_s[-1] * (self._options.epochs_of(stage) - epoch) / 60:.0f} min"
+        return f", at most {self._epoch_s * (self._options.epochs_of(stage) - epoch) / 60:.0f} min"
 
     def epoch_ended(self, record: EpochRecord) -> None:
         self._best[record.stage] = max(self._best.get(record.stage, 0.0), record.ndcg)
-        self._epoch_s.append(record.seconds)
+        self._epoch_s = record.seconds
         losses = f"retrieval {record.retrieval_loss:.4f}  liked {record.liked_loss:.4f}"
         if record.stage is Stage.CANDIDATES:
             losses += f"  next {record.next_loss:.4f}"

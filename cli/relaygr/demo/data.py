@@ -73,7 +73,7 @@ def trained_run(console: Console, folder: Path) -> Run:
         max_minutes=TRAINING_MINUTES, validation_users=_JUDGED_USERS, test_users=_JUDGED_USERS,
         threads=max(1, round(watch.cores.free)),
     )  # fmt: skip
-    limit = f"at most {options.max_minutes:g} minutes" if options.max_minutes else f"{options.epochs} epochs"
+    limit = f"at most {options.max_minutes:g} minutes" if options.max_minutes else "until validation no longer improves"
     console.print(f"training   a ranker, {limit}; it is kept in {run.folder}")
     with progress_bars() as bars:
         progress = Progress(EpochLines(bars, console, options), bars.began, bars.stepped)

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from relaygr.demo.board import print_gates
 from relaygr.demo.plan import DemoPlan
-from relaygr.demo.stack import DemoStack
+from relaygr.demo.stack import DemoStack, show_phase
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores
 from relaygr.devbroker import LocalBroker
 from relaygr.devbroker.local import free_ports
@@ -110,19 +110,15 @@ def run_pool(
 ) -> PoolDemo:
     """Plays the schedule twice, with new workers the second time, and prints the result. `page` shows both runs."""
 
-    def show_phase(phase: str) -> None:
-        if page is not None:
-            page.set_phase(phase)
-
     first_file, second_file, reference_file = (folder / f"{name}.jsonl" for name in ("first", "second", "reference"))
-    show_phase("starting the pool")
+    show_phase(page, "starting the pool")
     with local_pool(folder / "pool") as pool:
         # A warm-up would compute the prefixes before their users come.
         worker = settings.worker.model_copy(update={"pool": pool, "warm_up_users": 0})
         pooled = settings.model_copy(update={"worker": worker})
 
         def stack(name: str, of: Settings, *, reuse: bool = True) -> DemoStack:
-            show_phase("starting the workers")
+            show_phase(page, "starting the workers")
             own = f"{prefix}-{name}"
             named = of.model_copy(update={"topic_prefix": own, "group_prefix": own})
             return DemoStack(

@@ -32,7 +32,7 @@ from relaygr.demo.prepare import (
     planned_settings,
     settle_s,
 )
-from relaygr.demo.stack import DemoStack
+from relaygr.demo.stack import DemoStack, show_phase
 from relaygr.demo.summary import Gate, RunSummary, ScoreComparison, compare_scores, gate_views, gates
 from relaygr.devbroker import BrokerChoice, Chosen, LocalBroker, check_broker, local_broker
 from relaygr.runtime.errors import RelayError
@@ -125,13 +125,13 @@ def _run(console: Console, settings: Settings, options: DemoOptions, prefix: str
     with _folder(options.keep) as folder, nullcontext() if options.data is None else locked(options.data):
         checkpoint = options.model
         if options.data is not None:
-            _show_phase(page, "training a ranker, if the folder has none")
+            show_phase(page, "training a ranker, if the folder has none")
             run = trained_run(console, options.data)
             from relaygr.traffic.held_out import retrieval_text  # It imports torch.
 
             console.print(f"retrieval  {retrieval_text(run.folder, options.retrieval)}", soft_wrap=True)
             settings, checkpoint = data_settings(settings, run.folder, options.retrieval), run.checkpoint
-            _show_phase(page, "measuring this machine")
+            show_phase(page, "measuring this machine")
         population = population_of(settings.traffic)
         checkpoint = checkpoint or make_model(folder / "model", settings, population)
         calibration = folder / CALIBRATION_FILE
@@ -150,7 +150,7 @@ def _run(console: Console, settings: Settings, options: DemoOptions, prefix: str
             )
 
             def stack(name: str, *, relay: bool) -> DemoStack:
-                _show_phase(page, "starting the workers")
+                show_phase(page, "starting the workers")
                 named = _named(planned, f"{prefix}-{name}")
                 return DemoStack(console, folder, broker, named, relay=relay, workers=plan.workers, page=page)
 
@@ -172,11 +172,6 @@ def _run(console: Console, settings: Settings, options: DemoOptions, prefix: str
         judged = gates(relay, full, comparison, plan.cores.is_busy)
         print_summary(console, relay, full, plan.budget_ms, comparison, judged, quality)
         return DemoResult(plan, relay, full, comparison, judged, quality)
-
-
-def _show_phase(page: Page | None, phase: str) -> None:
-    if page is not None:
-        page.set_phase(phase)
 
 
 @contextmanager

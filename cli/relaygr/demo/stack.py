@@ -35,6 +35,12 @@ START_TIMEOUT_S = 120.0
 _STALE_MS = 3000
 
 
+def show_phase(page: Page | None, phase: str) -> None:
+    """What the demo does now, on its page if it serves one."""
+    if page is not None:
+        page.set_phase(phase)
+
+
 class DemoStack:
     """The processes of one run, with their own topics. The context manager starts and stops them."""
 

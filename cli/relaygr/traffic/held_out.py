@@ -23,8 +23,8 @@ from relaygr.traffic.schedule import Impression
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.training.logs import Log, usable
 from relaygr.training.models import RETRIEVAL
-from relaygr.training.retrieval import BaselineSearch, GraphSearch, ItemSearch, best_retrieval
-from relaygr.training.runs import FOUND_SHARES, METRICS_FILE, Run
+from relaygr.training.retrieval import BaselineSearch, GraphSearch, ItemSearch, found_shares
+from relaygr.training.runs import Run
 from relaygr.training.sampling import FOUND
 from relaygr.training.splits import Part, Split, split_log
 from relaygr.training_progress import training_log
@@ -86,7 +86,7 @@ def search_of(folder: Path, retrieval: Path | None) -> ItemSearch | BaselineSear
     if retrieval is not None:
         return GraphSearch(retrieval)
     run = Run(folder)
-    name = best_retrieval(run)
+    name = next(iter(found_shares(run)))
     return ItemSearch(run.checkpoint) if name == RETRIEVAL else BaselineSearch(run, _log_of(run)[1], name)
 
 
@@ -94,13 +94,12 @@ def retrieval_text(folder: Path, retrieval: Path | None) -> str:
     """Which retrieval finds the candidates, and how much each that the run has found. Raises RelayError."""
     if retrieval is not None:
         return f"{retrieval}, as asked"
-    run = Run(folder)
-    shares: dict[str, float] = run.read_json(METRICS_FILE)[FOUND_SHARES]
-    names = {name: "the ranker's own" if name == RETRIEVAL else name for name in shares}
-    best = best_retrieval(run)
-    others = ", ".join(f"{names[name]} {share:.0%}" for name, share in shares.items() if name != best)
-    found = f"{names[best]}: {FOUND} candidates have {shares[best]:.0%} of what came next in the validation part"
-    return f"{found}; others {others}" if others else found
+    shares = found_shares(Run(folder))
+    (best, share), *others = [
+        ("the ranker's own" if name == RETRIEVAL else name, each) for name, each in shares.items()
+    ]
+    said = f"{best}: {FOUND} candidates have {share:.0%} of what came next in the validation part"
+    return f"{said}; others {', '.join(f'{name} {each:.0%}' for name, each in others)}" if others else said
 
 
 def use_one_thread() -> None:

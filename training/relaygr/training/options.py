@@ -44,9 +44,9 @@ class TrainingOptions:
     max_history: Annotated[
         int, Ge(8), Le(8192), Option("Behaviours of the longest history that is trained and served.")
     ] = 1024
-    epochs: Annotated[int, Ge(1), Option("The most epochs on sequences, which train retrieval.")] = 40
+    epochs: Annotated[int, Ge(1), Option("The most epochs on sequences, which train retrieval and liked.")] = 40
     candidate_epochs: Annotated[
-        int, Ge(1), Option("The most epochs on candidates, which train the tasks, after those on sequences.")
+        int, Ge(1), Option("The most epochs on candidates, which train next, after those on sequences.")
     ] = 3
     patience: Annotated[int, Ge(1), Option("End a stage after so many epochs without a better validation.")] = 5
     places: Annotated[
@@ -81,7 +81,9 @@ class PostTrainingOptions:
     """Revision of the ranker."""
     steps: Annotated[int, Ge(3), Option("Batches of each arm and seed.")] = 400
     group: Annotated[int, Ge(2), Le(256), Option("Slates drawn for a request.")] = 16
-    negatives: Annotated[int, Ge(1), Option("Random candidates of a request, beside the next item.")] = 127
+    negatives: Annotated[
+        int, Ge(1), Option("Candidates of a request beside the next item: half are found by retrieval, half random.")
+    ] = 127
     learning_rate: Annotated[float, Ge(1e-7), Le(1.0), Option("Rate of Adam; falls to zero.")] = 4e-4
     kl_weight: Annotated[float, Ge(0.0), Option("Weight of the divergence from the ranker of RUN.")] = 0.001
     validation_users: Annotated[int, Ge(0), _VALIDATION_USERS] = 500

@@ -19,6 +19,7 @@ from relaygr.training.models import CASCADE, RANKER, RETRIEVAL, CascadeModel, Ra
 from relaygr.training.options import Stage, TrainingOptions
 from relaygr.training.plots import plot_training
 from relaygr.training.ranking import NDCG, Estimate, Judged, Model, chosen_users, estimate, judge, write_predictions
+from relaygr.training.retrieval import NEWEST
 from relaygr.training.runs import FOUND_SHARES, METRICS_FILE, Run, describe_split, write_beside, writing
 from relaygr.training.splits import Part, Split, split_log
 from relaygr.training.trainer import Trained, Watcher, train
@@ -75,11 +76,13 @@ def _train_and_judge(
     retrieval = RetrievalModel(split, trained.config, trained.tensors)
     models: dict[str, Model] = {CASCADE: CascadeModel(retrieval, ranker), RETRIEVAL: retrieval, RANKER: ranker}
     users = chosen_users(split, Part.TEST, options.test_users, options.seed)
-    known = chosen_users(split, Part.VALIDATION, options.validation_users, options.seed)
-    folds = _add_baselines(split, options, models, known, progress, with_baselines)
-    searches = [name for name in (RETRIEVAL, IALS, NEIGHBOURS) if name in models]
-    progress.began("retrieving", len(searches) * len(known))
-    shares = {name: found_share(split, models[name], known, progress.stepped) for name in searches}
+    validating = chosen_users(split, Part.VALIDATION, options.validation_users, options.seed)
+    folds = _add_baselines(split, options, models, validating, progress, with_baselines)
+    # As the demo retrieves.
+    searches: dict[str, Model] = {RETRIEVAL: RetrievalModel(split, trained.config, trained.tensors, NEWEST)}
+    searches |= {name: models[name] for name in (IALS, NEIGHBOURS) if name in models}
+    progress.began("retrieving", len(searches) * len(validating))
+    shares = {name: found_share(split, model, validating, progress.stepped) for name, model in searches.items()}
     judged, seconds = _judge_all(split, models, users, run, progress)
     finished = Finished(
         describe_split(split, log),

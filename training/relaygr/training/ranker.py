@@ -58,10 +58,10 @@ _CHUNK: Final = 4096
 class Size:
     """The sizes of a ranker."""
 
-    dim: int = 64
-    heads: int = 2
-    layers: int = 2
-    max_history: int = 1024
+    dim: int
+    heads: int
+    layers: int
+    max_history: int
     """Behaviours of the longest history; of longer ones the newest are served."""
 
 

@@ -74,13 +74,12 @@ class BaselineSearch:
         return _best(self._ids, torch.from_numpy(self._scores(own)), count, leave_out)
 
 
-def best_retrieval(run: Run) -> str:
-    """The name of the retrieval that found most in the validation part of a finished run: its ranker's, or a baseline.
-
-    Raises RelayError.
+def found_shares(run: Run) -> dict[str, float]:
+    """By the ranker's own retrieval and the baselines of a finished run: the share of the validation items that it
+    found, the largest first. Raises RelayError.
     """
     shares: dict[str, float] = run.read_json(METRICS_FILE)[FOUND_SHARES]
-    return max(shares, key=shares.__getitem__)
+    return dict(sorted(shares.items(), key=lambda each: -each[1]))
 
 
 class GraphSearch:
