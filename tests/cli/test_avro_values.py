@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-import random
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -21,7 +20,7 @@ from relaygr.ingest.registry import SchemaRegistry
 from relaygr.ingest.settings import RegistrySettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.limits import MAX_BEHAVIOURS
-from tests.worlds.registry import Registry, served_registry
+from tests.worlds.registry import Registry, endings_of_broken_bytes, served_registry
 
 BASIC = "Basic " + base64.b64encode(b"shop:pass:word").decode()
 
@@ -242,22 +241,7 @@ def test_any_bytes_are_a_record_or_a_bad_one(registry: Registry) -> None:
     good = written(schema, {"f0": "x" * 9, "f1": b"y", "f2": reply, "f3": {"k": {"next": None}}, "f4": 10**15})
     registry.schemas[4] = schema
     values = RegisteredValues(SchemaRegistry(registry.url, RegistrySettings()))
-    draw, ended = random.Random(11), {True: 0, False: 0}
-
-    def used(names: tuple[str, ...]) -> Collection[str]:
-        return draw.sample(names, draw.randint(0, 2))
-
-    for _ in range(3000):
-        body = bytearray(good)
-        for _ in range(draw.randint(0, 3)):
-            body[draw.randrange(len(body))] = draw.choice((0, 1, 2, 0x7F, 0x80, 0xFF, draw.randrange(256)))
-        try:
-            values.object(
-                struct.pack(">bI", 0, 4) + body[: draw.choice((len(body), draw.randrange(len(body))))], None, used
-            )
-            ended[True] += 1
-        except ValueError:
-            ended[False] += 1
+    ended = endings_of_broken_bytes(values, 4, good)
     assert min(ended.values()) > 100, ended
 
 

@@ -6,7 +6,7 @@ import base64
 import random
 import struct
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from relaygr.ingest.settings import RegistrySettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.limits import MAX_BEHAVIOURS
 from tests.worlds.protobuf import answer, file, message, written
-from tests.worlds.registry import Registry, served_registry
+from tests.worlds.registry import Registry, endings_of_broken_bytes, served_registry
 
 FIRST = b"\0"
 TIMES = FileDescriptorProto.FromString(timestamp_pb2.DESCRIPTOR.serialized_pb)
@@ -351,22 +351,7 @@ def test_any_bytes_are_a_message_or_a_bad_one(registry: Registry) -> None:
     content = {"f0": "käse", "f1": [1, -2, 300], "f2": [{"f0": "x"}], "f3": 0.5, "f4": MOMENT, "f5": 1}
     good = FIRST + written("Visit", content, TIMES, described)
     registry.schemas[7] = answer(described)
-    values, draw, ended = values_of(registry), random.Random(11), {True: 0, False: 0}
-
-    def used(names: tuple[str, ...]) -> Collection[str]:
-        return draw.sample(names, draw.randint(0, 2))
-
-    for _ in range(3000):
-        body = bytearray(good)
-        for _ in range(draw.randint(0, 3)):
-            body[draw.randrange(len(body))] = draw.choice((0, 1, 2, 0x7F, 0x80, 0xFF, draw.randrange(256)))
-        try:
-            values.object(
-                struct.pack(">bI", 0, 7) + body[: draw.choice((len(body), draw.randrange(len(body))))], None, used
-            )
-            ended[True] += 1
-        except ValueError:
-            ended[False] += 1
+    ended = endings_of_broken_bytes(values_of(registry), 7, good)
     assert min(ended.values()) > 100, ended
 
 
