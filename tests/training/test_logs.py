@@ -81,7 +81,9 @@ def test_liked_is_a_task_only_if_it_is_no_constant(counts: dict[int, int], has_l
     split = rated(counts)
     assert split.has_liked == has_liked
     assert said in split.liked_note() and bool(said) == bool(split.liked_note())
-    assert ("liked" in [task.name for task in ranker_config(split, Size()).tasks]) == has_liked
+    assert (
+        "liked" in [task.name for task in ranker_config(split, Size(dim=16, heads=1, layers=1, max_history=64)).tasks]
+    ) == has_liked
 
 
 def test_a_note_says_that_most_behaviours_have_no_order_and_what_ordered_them() -> None:
