@@ -25,6 +25,7 @@ OPTIONAL = {
     "google": "avro",
     "matplotlib": "bench",
     "mlflow": "mlflow",
+    "mlperf_loadgen": "bench",
     "mooncake": "pool",
     "opentelemetry": "tracing",
     "pyarrow": "bench",

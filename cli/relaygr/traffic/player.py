@@ -46,7 +46,7 @@ OnRecord = Callable[[ImpressionRecord], None]
 
 
 @dataclass(slots=True)
-class _Request:
+class Request:
     """A ranking request, and when it was scheduled and sent. Its fields are there before it is due."""
 
     impression: Impression
@@ -124,7 +124,7 @@ class Player:
         self._population = population
         self._record = record
         self._candidates = candidate_source(settings, population)
-        self._open: dict[str, _Request] = {}
+        self._open: dict[str, Request] = {}
         # Not a threading.Event: a signal handler must not take a lock that the main thread may hold in its wait.
         self._stopped_s: float | None = None
         self._lost_after_s = lost_after_s
@@ -241,7 +241,7 @@ class Player:
                 scenario=self._scenario,
             )
 
-    def _request_of(self, impression: Impression, request_id: str) -> _Request:
+    def _request_of(self, impression: Impression, request_id: str) -> Request:
         fields: RankFields = {
             "budget_ms": self._settings.budget_ms,
             "suffix": suffix_of(impression, self._settings, self._population),
@@ -250,14 +250,14 @@ class Player:
             "scenario": self._scenario,
         }
         user_id = self._population.user_id(impression.user)
-        return _Request(impression, request_id, user_id, fields)
+        return Request(impression, request_id, user_id, fields)
 
-    def _rank_on_schedule(self, request: _Request, at_us: int) -> None:
+    def _rank_on_schedule(self, request: Request, at_us: int) -> None:
         if self._comes_once(request.impression.user):
             self._versions.pop(request.impression.user, None)
         self._rank(request, at_us, self._settings.budget_ms)
 
-    def _rank(self, request: _Request, scheduled_us: int, budget_ms: int) -> Future[RankOutcome] | None:
+    def _rank(self, request: Request, scheduled_us: int, budget_ms: int) -> Future[RankOutcome] | None:
         """Sends a ranking request. Returns None, and records the request as not sent, if the client's queue is full.
 
         `budget_ms`: its time limit from `scheduled_us` on.
@@ -412,7 +412,7 @@ class Player:
         while self._open:
             self._write_unanswered(self._open.popitem()[1], status)
 
-    def _write_unanswered(self, entry: _Request, status: str) -> None:
+    def _write_unanswered(self, entry: Request, status: str) -> None:
         self._emit(
             ImpressionRecord(
                 number=entry.impression.number,

@@ -3,8 +3,9 @@
     KAFKA_HOME=... python -m benchmarks.headline --broker kafka
 
 plays three loads (no, 60 % and 90 % of the impressions by users who return) on each system through the whole pipeline,
-with three seeds, and then asks for the longest histories in virtual time. That takes about three hours on two cores.
-`--quick` has one seed, takes about a quarter of an hour, and is indicative.
+with two seeds, and then asks for the longest histories in virtual time. MLCommons' LoadGen sends the queries and judges
+each run. That takes about three hours on two cores. `--quick` has one seed, takes about twenty minutes, and is
+indicative.
 
 The same command goes on after an interruption or after `--minutes`: every run is a row of a file in `--out`. `--report`
 measures nothing, and makes the report of that folder again, with `--quick` that of its quick runs; `--page
@@ -27,12 +28,12 @@ OUT = Path("build/headline")
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One seed, short runs: indicative, 15 minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One seed, short runs: indicative, 20 minutes.")] = False,
     broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
     minutes: Annotated[
         float | None, typer.Option(min=1, help="Begin nothing that would end later.", show_default="no limit")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds.", show_default="3; 1 with --quick")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds.", show_default="2; 1 with --quick")] = None,
     history: Annotated[int, typer.Option(min=64, help="Median history, in behaviours.")] = 2_048,
     deadline: Annotated[float, typer.Option(min=0.1, help="Deadline as a multiple of full inference.")] = 5.0,
     out: Annotated[Path, typer.Option(help="Folder of the rows, the plan and the report.")] = OUT,

@@ -22,9 +22,8 @@ from typing import Any
 from pydantic import ByteSize
 
 from relaygr.admission.latency import LatencyModel
-from relaygr.demo.summary import latency_summary, percentile
 from relaygr.schemas.messages import Path as RankingPath
-from relaygr.traffic.records import LOST, UNDELIVERED, ImpressionRecord, in_time
+from relaygr.traffic.records import LOST, UNDELIVERED, ImpressionRecord
 from relaygr.worker.model.config import ModelConfig
 
 LOADS = (0.0, 0.6, 0.9)
@@ -41,7 +40,9 @@ HBM_PREFIXES, DRAM_PREFIXES = 48, 256
 """The tiers in prefixes of median length: all users who return fit into DRAM, beside others."""
 LATE_LIMIT = 0.01
 LAG_LIMIT = 0.02
-"""A run is valid if the gateway's P99.9 delay is at most this part of the deadline."""
+"""A run is valid if the P99.9 of the sender's lag is at most this part of the deadline."""
+VALID = "VALID"
+"""LoadGen's word for a run in which 99 % of the queries were within the target latency, at its confidence."""
 HONEST = 1.1
 """Full inference in the worker may take at most so many times as long as by the engine alone."""
 HALF = 0.5
@@ -63,6 +64,13 @@ class System(enum.StrEnum):
 
 
 LIVE = (System.FULL, System.CACHE, System.RELAY)
+
+
+def searched_at(system: System, load: float) -> float:
+    """The load at which a system is searched: users who return change nothing for full inference."""
+    return LOADS[0] if system is System.FULL else load
+
+
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "one chunk a request, batches of up to 32": {},
     "one chunk a request, one request at a time": {"max_batch_requests": 1},
@@ -78,9 +86,9 @@ class Effort:
     name: str
     seeds: tuple[int, ...]
     seconds: float
-    """The measured part of a run. At a low rate it is longer, for `least_requests`, up to `longest_s`."""
-    least_requests: int
-    longest_s: float
+    """The measured part of a run. At a low rate it is longer, for `least_queries`."""
+    least_queries: int
+    """LoadGen needs so many to say with its confidence that 99 % are in time: 459 with none late, 662 with one."""
     warm_up_s: float
     """The least warm-up. Where users return slowly it is up to three times as long."""
     step: float
@@ -96,18 +104,17 @@ class Effort:
         needed_s = 2 * USERS / (rate_per_s * load) if load else 0.0
         return round(min(max(self.warm_up_s, needed_s), 3 * self.warm_up_s), 1)
 
-    def seconds_at(self, rate_per_s: float) -> float:
-        """The measured part of a run at this rate."""
-        return round(min(max(self.seconds, self.least_requests / rate_per_s), self.longest_s), 1)
+    def queries_at(self, rate_per_s: float) -> int:
+        """Of the measured part of a run at this rate."""
+        return max(math.ceil(self.seconds * rate_per_s), self.least_queries)
 
     def is_next(self, passed: float, failed: float) -> bool:
         """Whether no rate is left to be tried between these. Rates are rounded."""
         return failed <= 1.02 * self.step * passed
 
 
-# 475 requests, of which one may be late, show that at most 1 % are.
-FULL = Effort("full", (1, 2, 3), 30.0, 475, 80.0, 15.0, 1.1)
-QUICK = Effort("quick", (1,), 6.0, 80, 14.0, 4.0, 1.5, 400, tuple(TUNED)[:1], 2)
+FULL = Effort("full", (1, 2), 30.0, 662, 15.0, 1.1)
+QUICK = Effort("quick", (1,), 10.0, 459, 6.0, 1.5, 400, tuple(TUNED)[:1], 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +192,17 @@ def settings_of(plan: Plan, system: System, variant: str = "") -> dict[str, Any]
 
 
 def traffic_of(
-    plan: Plan, load: float, rate_per_s: float, seed: int, duration_s: float, history: int = 0
+    plan: Plan, load: float, rate_per_s: float, seed: int, duration_s: float, history: int = 0, lead_sigma: float = 0.0
 ) -> dict[str, Any]:
-    """The settings of the schedule. `history`: another median than the plan's."""
+    """The settings of the schedule. `history`: another median than the plan's. `lead_sigma`: LoadGen has one target
+    latency, so on a broker the lead time is constant.
+    """
     history = history or plan.history
     return {
         "seed": seed, "rate_per_s": rate_per_s, "duration_s": duration_s, "new_share": round(1 - load, 6),
         "users": USERS, "zipf_exponent": 0.5, "items": ITEMS, "history_median": history, "history_sigma": 0.2,
         "history_max": 2 * history, "growth": GROWTH, "lead_median_ms": round(LEAD_FACTOR * plan.pre_ms, 1),
-        "lead_sigma": 0.2, "suffix": SUFFIX, "candidates": CANDIDATES, "budget_ms": plan.deadline_ms,
+        "lead_sigma": lead_sigma, "suffix": SUFFIX, "candidates": CANDIDATES, "budget_ms": plan.deadline_ms,
     }  # fmt: skip
 
 
@@ -231,11 +240,14 @@ class RunRow:
     seed: int
     offered: int
     late: int
+    """Live by LoadGen: beyond its target latency."""
+    verdict: str = ""
+    """LoadGen's: VALID or INVALID. Empty in virtual time."""
     truncated: int = 0
     lost: int = 0
     p50_ms: float = math.nan
     p99_ms: float = math.nan
-    """Of all offered requests: one without a whole answer is infinite."""
+    """Live by LoadGen, less the lead time."""
     hits: float = math.nan
     """The share of requests that used cached K,V."""
     hits_gained: float = math.nan
@@ -245,7 +257,7 @@ class RunRow:
     slowdown: float = math.nan
     """Device times as a multiple of the calibrated ones."""
     lag_p999_ms: float = math.nan
-    """How late the gateway sent."""
+    """How late queries were sent and completed, against LoadGen's schedule."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -261,19 +273,19 @@ class RunRow:
 
     @property
     def valid(self) -> bool:
-        """Whether the gateway sent on time. Nothing is sent in virtual time."""
+        """Whether the queries were sent on time. Nothing is sent in virtual time."""
         return math.isnan(self.lag_p999_ms) or self.lag_p999_ms <= LAG_LIMIT * self.deadline_ms
 
     @property
     def passed(self) -> bool:
-        return self.valid and self.late_share <= LATE_LIMIT
+        if self.verdict:
+            return self.valid and self.verdict == VALID
+        return self.late_share <= LATE_LIMIT
 
 
-def figures_of(
-    records: Iterable[ImpressionRecord], first: int, offered: int, engine_us: Callable[[int], float]
-) -> dict[str, Any]:
-    """The measured columns of a row. `first`: the number of the first impression after the warm-up; `offered`: how many
-    the schedule has from there on; `engine_us`: full inference by the engine alone, by the tokens of a prefix.
+def figures_of(records: Iterable[ImpressionRecord], first: int, engine_us: Callable[[int], float]) -> dict[str, Any]:
+    """What the records of a run tell beside LoadGen's verdict. `first`: the number of the first impression after the
+    warm-up; `engine_us`: full inference by the engine alone, by the tokens of a prefix.
     """
     measured = sorted((each for each in records if each.number >= first), key=lambda each: each.number)
     halves = [_hit_share(half) for half in (measured[: len(measured) // 2], measured[len(measured) // 2 :])]
@@ -283,18 +295,12 @@ def figures_of(
         for each in measured
         if each.path == RankingPath.FULL and each.timings is not None
     ]
-    latencies = latency_summary(measured)
     return {
-        "offered": offered,
-        "late": offered - sum(in_time(each) and not each.history_stale for each in measured),
         "truncated": sum(each.path == RankingPath.TRUNCATED for each in measured),
-        "lost": offered - len(measured) + sum(each.status in (LOST, UNDELIVERED) for each in measured),
-        "p50_ms": latencies.p50_ms,
-        "p99_ms": latencies.offered_p99_ms,
+        "lost": sum(each.status in (LOST, UNDELIVERED) for each in measured),
         "hits": _hit_share(measured),
         "hits_gained": halves[1] - halves[0],
         "over_engine": statistics.median(ratios) if ratios else math.nan,
-        "lag_p999_ms": percentile([each.send_lag_us / 1000 for each in measured], 99.9),
     }
 
 

@@ -24,6 +24,7 @@ from relaygr.bench.headline.question import (
     System,
     lengths_around,
     rates_around,
+    searched_at,
     snapped,
 )
 from relaygr.bench.headline.search import HISTORY_STEP, Rows, ScoreRow, tuned_variant
@@ -100,7 +101,8 @@ class Figures:
 
     def reached(self, load: float, system: System, seed: int) -> Reached | None:
         """What the search of this seed found; None without a valid run."""
-        own = [row for row in self.live if _of(row, Asked.REQUESTS, load, system) and row.seed == seed]
+        at = searched_at(system, load)
+        own = [row for row in self.live if _of(row, Asked.REQUESTS, at, system) and row.seed == seed]
         if not own:
             return None
         lowest = rates_around(snapped(1000 / own[0].full_ms / 2), self.effort.step)[0]
@@ -264,7 +266,7 @@ def conditions(figures: Figures) -> str:
     variants = len({row.variant for row in figures.live if row.asked == Asked.TUNING})
     several = f"median of {len(figures.seeds)} seeds (lowest to highest)"
     told = [
-        f"Requests a second with at least 99 % whole and within {first.deadline_ms} ms, "
+        f"Requests a second of runs that LoadGen calls VALID: 99 % whole and within {first.deadline_ms} ms, "
         f"{first.deadline_ms / first.full_ms:.2g} times full inference on {first.history:,} behaviours by the engine "
         f"alone; {several if len(figures.seeds) > 1 else 'one seed, so a figure may be off by a step of its search'}.",
         f"{first.machine}; {first.broker}, on the same cores; {_days(first, last)}, code {codes}; "
@@ -272,9 +274,13 @@ def conditions(figures: Figures) -> str:
         f"{min(offered)} to {max(offered)} requests each.",
         f"Full inference: {tuned}, {f'the best of {variants} variants' if variants > 1 else 'no other variant tried'}.",
     ]
+    told.append(
+        "Arrivals, percentiles and verdicts are those of MLCommons' LoadGen, Server scenario (its summary of each run: "
+        "`loadgen` beside the rows); this is no result of MLPerf."
+    )
     told.append("A hit is a request whose K,V were there, or were being computed, when it came.")
     if late:
-        told.append(f"The gateway sent late in {late} of {len(figures.live)} runs, which do not count.")
+        told.append(f"The queries were sent late in {late} of {len(figures.live)} runs, which do not count.")
     if slow:
         told.append(
             f"Device work took {min(slow):.2f} to {max(slow):.2f} times as long as calibrated, median "
@@ -354,7 +360,7 @@ def plot(figures: Figures, path: Path) -> None:
         axes.bar_label(bars, labels, fontsize=8, padding=2)
     axes.set_xticks(range(len(LOADS)), [f"{load:.0%}" for load in LOADS])
     axes.set_xlabel("impressions by users who return")
-    axes.set_ylabel(f"requests a second, 99 % within {figures.live[0].deadline_ms} ms")
+    axes.set_ylabel(f"requests a second, 99 % within {figures.live[0].deadline_ms} ms", fontsize=9)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.margins(y=0.15)

@@ -1,5 +1,5 @@
-"""Measures the engine alone, and plays one run: the processes of a system on topics of their own, `relaygr traffic`
-beside them, and its records.
+"""Measures the engine alone, and plays one run: the processes of a system on topics of their own, and beside them the
+one in which LoadGen sends the queries (`loadgen.py`).
 
 Every run has new processes, so that no cache, no history and no learnt latency comes from an earlier one.
 """
@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from relaygr.admission.latency import Stage
+from relaygr.bench.headline import loadgen
 from relaygr.bench.headline.question import (
     CANDIDATES,
     HALF,
@@ -67,6 +68,9 @@ SETTLE_S = 3.0
 START_S = 12.0
 """About the time for which processes start and histories are published."""
 FREE = 1e-6
+LEAD_SIGMA = 0.2
+"""Lead times in virtual time are log-normal."""
+SUMMARIES = "loadgen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,24 +186,42 @@ class LiveBench:
     def expected_s(self, point: Point) -> float:
         """About how long this run takes."""
         effort, rate = self._effort, point.rate_per_s
-        return START_S + SETTLE_S + effort.warm_up_at(point.load, rate) + effort.seconds_at(rate)
+        return START_S + SETTLE_S + effort.warm_up_at(point.load, rate) + effort.queries_at(rate) / rate
 
     def play(self, point: Point) -> RunRow:
         """Plays the run once."""
-        plan, traffic = self._on.plan, self._traffic(point)
-        records = self.records_of(point)
+        plan, traffic, effort = self._on.plan, self._traffic(point), self._effort
+        records, warm_up_s = self.records_of(point), effort.warm_up_at(point.load, point.rate_per_s)
+        sender = [
+            loadgen.__name__, str(records), "--warm-up-s", str(warm_up_s),
+            "--queries", str(effort.queries_at(point.rate_per_s)),
+        ]  # fmt: skip
         with self._stack(point.system, point.variant, traffic) as stack:
-            stack.play_unobserved(records, lambda: None)
+            stack.play_by(records.stem, sender)
             qualities = [each.slowdown for each in stack.predictions().device.values()]
-        first, offered = _measured_numbers(traffic, self._effort.warm_up_at(point.load, point.rate_per_s))
+        judged = loadgen.read_judged(records)
+        self._keep_summary(records)
         return RunRow(
-            **_about(point, plan, self._effort.name),
+            **_about(point, plan, effort.name),
             broker=self.broker_name,
             slowdown=max(qualities, default=float("nan")),
+            offered=judged.queries,
+            late=judged.over,
+            verdict=judged.verdict,
+            p50_ms=judged.p50_ms,
+            p99_ms=judged.p99_ms,
+            lag_p999_ms=judged.lag_p999_ms,
             **figures_of(
-                read_records(records), first, offered, lambda tokens: plan.engine_us(self._on.alone.model, tokens)
+                read_records(records), _first_number(traffic, warm_up_s),
+                lambda tokens: plan.engine_us(self._on.alone.model, tokens),
             ),
-        )
+        )  # fmt: skip
+
+    def _keep_summary(self, records: Path) -> None:
+        """LoadGen's own words on each run, beside the rows; of a run that was played again, the last ones."""
+        kept = self._on.folder / SUMMARIES / f"{records.stem}.txt"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(loadgen.summary_path(records), kept)
 
     def compare_scores(self, point: Point) -> ScoreComparison:
         """Ranks a sample of the run's impressions again by full inference, and compares the scores."""
@@ -232,7 +254,8 @@ class LiveBench:
 
     def _traffic(self, point: Point) -> TrafficSettings:
         effort, rate = self._effort, point.rate_per_s
-        whole_s = effort.warm_up_at(point.load, rate) + effort.seconds_at(rate)
+        # The gaps after the warm-up are LoadGen's, so the schedule needs only enough impressions.
+        whole_s = effort.warm_up_at(point.load, rate) + 1.3 * effort.queries_at(rate) / rate
         return TrafficSettings(**traffic_of(self._on.plan, point.load, rate, point.seed, whole_s), settle_s=SETTLE_S)
 
     @contextmanager
@@ -256,13 +279,9 @@ class LiveBench:
                     self._broker.delete_topics(settings)
 
 
-def _measured_numbers(traffic: TrafficSettings, warm_up_s: float) -> tuple[int, int]:
-    """The number of the first impression after the warm-up, and how many there are from it on."""
-    times_us = [each.retrieval_us for each in impressions(traffic, population_of(traffic))]
-    first = sum(each < warm_up_s * 1e6 for each in times_us)
-    if first == len(times_us):
-        raise RelayError(f"no impression in {traffic.duration_s} s at {traffic.rate_per_s:g} a second")
-    return first, len(times_us) - first
+def _first_number(traffic: TrafficSettings, warm_up_s: float) -> int:
+    """The number of the first impression after the warm-up."""
+    return sum(each.retrieval_us < warm_up_s * 1e6 for each in impressions(traffic, population_of(traffic)))
 
 
 def _about(point: Point, plan: Plan, effort: str) -> dict[str, Any]:
@@ -286,7 +305,7 @@ def play_virtually(on: Machine, effort: Effort, point: Point) -> RunRow:
     seconds = effort.virtual_requests / (1 - COLD_SHARE) / point.rate_per_s
     settings = Settings.model_validate(
         settings_of(plan, point.system, point.variant)
-        | {"traffic": traffic_of(plan, point.load, point.rate_per_s, point.seed, seconds, point.history)}
+        | {"traffic": traffic_of(plan, point.load, point.rate_per_s, point.seed, seconds, point.history, LEAD_SIGMA)}
     )
     case = case_of_load(
         Demand(settings.traffic, PARTITIONS, point.seed),

@@ -34,6 +34,7 @@ from relaygr.bench.headline.question import (
     highest_passing,
     lengths_around,
     rates_around,
+    searched_at,
     snapped,
 )
 from relaygr.bench.headline.run import VIRTUAL, LiveBench, Machine, Point, play_virtually, tuning_points
@@ -102,19 +103,18 @@ class Search:
     def __init__(self, rows: Rows, on: Machine, effort: Effort, progress: Progress, ends_s: float = math.inf) -> None:
         """`ends_s`: nothing begins that would end after this time (monotonic), but TimeIsUpError is raised."""
         self._rows, self._on, self._effort, self._progress, self._ends_s = rows, on, effort, progress, ends_s
-        searches = len(LOADS) * len(LIVE) * len(effort.seeds)
+        searches = len(_searched()) * len(effort.seeds)
         self._bar = progress.add_task("", total=len(effort.variants) + RUNS_A_SEARCH * searches)
         self._rates = rates_around(snapped(on.plan.full_rate_per_s / 2), effort.step)
 
     def live(self, bench: LiveBench) -> None:
         """Plays what is missing. Raises TimeIsUpError."""
         variant = self._tuned(bench)
-        starts = {(load, system): self._guess(load, system, variant) for load in LOADS for system in LIVE}
+        starts = {(load, system): self._guess(load, system, variant) for load, system in _searched()}
         for seed in self._effort.seeds:
-            for load in LOADS:
-                for system in LIVE:
-                    found = self._search(bench, load, system, variant, seed, starts[load, system])
-                    starts[load, system] = found or starts[load, system]
+            for load, system in _searched():
+                found = self._search(bench, load, system, variant, seed, starts[load, system])
+                starts[load, system] = found or starts[load, system]
 
     def histories(self) -> None:
         """The longest history of each load and system at a fixed rate, in virtual time. Raises TimeIsUpError."""
@@ -139,8 +139,8 @@ class Search:
         variant = tuned_variant(self._rows.runs, self._effort.name)
         if variant is None:
             raise RelayError(
-                "full inference had no valid run at half load, since the gateway sent late: other programs use this "
-                "machine too much. Give the same command when they do not"
+                "full inference had no valid run at half load, since the queries were sent late: other programs use "
+                "this machine too much. Give the same command when they do not"
             )
         if not self._on.times_path(self._effort).exists():
             bench.learn_times(next(point for point in points if point.variant == variant))
@@ -241,9 +241,8 @@ def tuned_variant(rows: Iterable[RunRow], effort: str) -> str | None:
 
 def said(row: RunRow) -> str:
     """The outcome of a run in words."""
-    told = "passed" if row.passed else "late" if row.valid else "not valid: the gateway sent late"
-    p99 = f"P99 {row.p99_ms:.0f} ms" if math.isfinite(row.p99_ms) else "P99 beyond any answer"
-    return f"{row.late_share:.1%} late of {row.offered}, {p99}, {row.hits:.0%} hits: {told}"
+    verdict = row.verdict if row.valid else f"does not count: sent {row.lag_p999_ms:.1f} ms late (P99.9)"
+    return f"{row.late} of {row.offered} late, P99 {row.p99_ms:.0f} ms, {row.hits:.0%} hits: {verdict}"
 
 
 def progress_bar(console: Console) -> Progress:
@@ -255,6 +254,11 @@ def progress_bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
     )
+
+
+def _searched() -> list[tuple[float, System]]:
+    """The loads and systems of the searches."""
+    return [(load, system) for load in LOADS for system in LIVE if searched_at(system, load) == load]
 
 
 def _variant_of(system: System, variant: str) -> str:

@@ -114,7 +114,7 @@ def _trigger(settings: Settings, sign: Path) -> None:
 def _worker(settings: Settings, sign: Path) -> None:
     producer = make_producer(settings, ProducerKind.LATENCY, "echo-worker")
     ranking, results = settings.topic(Topic.RANKING), settings.topic(Topic.RESULTS)
-    value = encode(_result(settings.traffic))
+    value = encode(example_result(settings.traffic))
     consumer = make_group_consumer(settings, settings.workers_group, "echo-worker", instance_id="echo-worker")
     for messages in _batches(consumer, [settings.topic(Topic.PREINFER), ranking], sign):
         for message in messages:
@@ -222,7 +222,8 @@ def _event_and_request(traffic: TrafficSettings) -> tuple[RetrievalEvent, Rankin
     return event, RankingRequest(request_id, user, now_us, now_us, now_us // 1000, candidates, suffix, version)
 
 
-def _result(traffic: TrafficSettings) -> RankingResult:
+def example_result(traffic: TrafficSettings) -> RankingResult:
+    """An answer of the size of a real one."""
     now_us = time.time_ns() // 1000
     return RankingResult(
         request_id="gateway-00.00000000.000000",
