@@ -35,18 +35,20 @@ ECHO = RunFigures(2000, 2000, p50_ms=1.0, p99_ms=5.0, python_cpu=0.3, foreign_cp
 
 
 def test_the_ratios_are_the_medians_of_the_rounds() -> None:
-    rounds = [RoundFigures(replace(PIPELINE, p50_ms=p50_ms, p99_ms=5 * p50_ms), ECHO) for p50_ms in (9.0, 2.0, 4.0)]
+    rounds = [
+        RoundFigures(replace(PIPELINE, p50_ms=p50_ms, p99_ms=5 * p50_ms), ECHO, ECHO) for p50_ms in (9.0, 2.0, 4.0)
+    ]
     row = medians(200.0, rounds)
     assert (row["rate"], row["rounds"]) == (200.0, 3)
     assert (row["p50_ratio"], row["p99_ratio"], row["python_cpu_ratio"]) == (4.0, 4.0, 3.0)
-    assert row["foreign_cpu"] == pytest.approx(0.2)
+    assert row["foreign_cpu"] == pytest.approx(0.5 / 3, abs=1e-4)
     assert (row["pipeline_answered_share"], row["echo_answered_share"]) == (0.5, 1.0)
 
 
 def test_the_committed_rows_have_the_columns_that_a_run_appends() -> None:
     committed = Path(__file__).parents[2] / "benchmarks" / "results" / "pipeline" / "ratios.csv"
     refuse_other_columns(committed, COLUMNS)
-    assert COLUMNS[4:] == tuple(medians(200.0, [RoundFigures(PIPELINE, ECHO)]))
+    assert COLUMNS[4:] == tuple(medians(200.0, [RoundFigures(PIPELINE, ECHO, ECHO)]))
 
 
 def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_two_runs_on_one_broker_have_topics_of_their_own(tmp_path: Path) -> None
 def test_a_run_in_miniature_has_the_figures_of_relay_and_echo(tmp_path: Path) -> None:
     measure_rates([20.0], Plan(2.0, 1, 1.0), "embedded", tmp_path / "ratios.csv", tmp_path / "ratios.json")
     (row,) = json.loads((tmp_path / "ratios.json").read_text(encoding="utf-8"))
-    for system in ("pipeline", "echo"):
+    for system in ("pipeline", "echo", "asyncio"):
         assert row[f"{system}_p50_ms"] > 0 and row[f"{system}_cpu"] > 0
         # A machine that others keep busy may be late.
         assert row[f"{system}_answered_share"] > 0
@@ -99,7 +101,8 @@ def test_a_window_takes_no_sample_after_its_end(
 
 
 @pytest.mark.slow
-def test_the_echo_answers_every_request(embedded_broker: LocalBroker, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["gateway", "asyncio"])
+def test_the_echo_answers_every_request(embedded_broker: LocalBroker, tmp_path: Path, role: str) -> None:
     traffic = TrafficSettings(rate_per_s=50, duration_s=1.0, users=10, history_median=8, history_max=32)
     base = embedded_broker.settings()
     settings = Settings.model_validate(
@@ -111,7 +114,7 @@ def test_the_echo_answers_every_request(embedded_broker: LocalBroker, tmp_path: 
         }
     )
     with Echo(tmp_path, embedded_broker, settings) as echo:
-        gateway = echo.start_run(tmp_path / "run.json", traffic)
+        gateway = echo.start_run(tmp_path / "run.json", traffic, role)
         assert gateway.process.wait(60) == 0
         assert sorted(echo.roles().values()) == ["gateway", "trigger", "worker"]
     latencies, offered = read_run(tmp_path / "run.json")

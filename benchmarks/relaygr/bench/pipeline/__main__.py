@@ -4,9 +4,10 @@ One worker with a null model, the trigger and `relaygr traffic` run as processes
 this machine. A made-up calibration makes full inference slow, so every impression sends four messages: a retrieval
 event, a pre-infer job, a ranking request and a result.
 
-The floor is an echo of the same four messages by bare confluent-kafka clients (`relaygr.bench.pipeline.echo`). The two
-run in turns, in rounds, after a warm-up at half the rate. Absolute figures depend on the machine and its other work:
-look at the ratios of pipeline to echo in the same round, and at the cores that other processes used meanwhile.
+The floor is an echo of the same four messages by bare confluent-kafka clients (`relaygr.bench.pipeline.echo`), and
+once more by its asyncio clients. All run in turns, in rounds, after a warm-up at half the rate. Absolute figures depend
+on the machine and its other work: look at the ratios of pipeline to echo in the same round, and at the cores that other
+processes used meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from relaygr.runtime.errors import RelayError
 def main(
     rates: Annotated[str, typer.Option(help="Impressions a second, comma-separated.")] = "200,500,1000,1200",
     seconds: Annotated[float, typer.Option(min=2, help="Length of each run.")] = 15.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of pipeline and echo at each rate.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of pipeline and echoes at each rate.")] = 3,
     warm_up: Annotated[float, typer.Option(min=1, help="Seconds of warm-up of each before the first round.")] = 15.0,
     broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
     out: Annotated[Path, typer.Option(help="CSV to append the medians to.")] = Path(

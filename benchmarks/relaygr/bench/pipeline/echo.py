@@ -3,22 +3,26 @@
 Gateway, trigger and worker are processes of their own, as in the pipeline. Their clients, topics and settings come from
 the same factories, the gateway sends at the times of the same schedule, and each message has the size of the real one.
 The trigger forwards each event as a job, the worker drops jobs and answers each ranking request, and nobody decodes.
+A second gateway does the same with the asyncio clients of confluent-kafka.
 
 `Echo` runs the three processes: `python -m relaygr.bench.pipeline.echo ROLE FILE --config SETTINGS` is one of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from confluent_kafka import Consumer, Message, TopicPartition
+from confluent_kafka.aio import AIOConsumer, AIOProducer
 
 from relaygr.cli.options import ConfigOption, SetOption
 from relaygr.devbroker import LocalBroker
@@ -76,12 +80,15 @@ class Echo:
         self._cleanup.close()
 
     def roles(self) -> Mapping[int, str]:
-        """The role of each process, by its process id."""
-        return {child.process.pid: child.name for child in self._processes.running}
+        """`gateway`, `trigger` or `worker` of each process, by its process id."""
+        return {
+            child.process.pid: child.name if child.name in ("trigger", "worker") else "gateway"
+            for child in self._processes.running
+        }
 
-    def start_run(self, records: Path, traffic: TrafficSettings) -> CommandProcess:
-        """Starts a gateway that plays the schedule once. `read_run` reads the file when the gateway has ended."""
-        return self._start("gateway", records, schedule_of(traffic))
+    def start_run(self, records: Path, traffic: TrafficSettings, role: str = "gateway") -> CommandProcess:
+        """Starts a gateway, or `asyncio`, that plays the schedule once. `read_run` reads the file when it has ended."""
+        return self._start(role, records, schedule_of(traffic))
 
     def _start(self, role: str, file: Path, settings: Sequence[str] = ()) -> CommandProcess:
         return self._processes.start(role, [role, str(file)], "traffic", settings, [__name__])
@@ -137,15 +144,8 @@ def _gateway(settings: Settings, records: Path) -> None:
     for producer, topic in ((events, retrieval), (requests, ranking)):
         producer.list_topics(topic, timeout=10)
 
-    traffic = settings.traffic
-    event, request = (encode(each) for each in _event_and_request(traffic))
-    calls: list[tuple[int, int, bool, bytes]] = []
-    population = population_of(traffic)
-    for impression in impressions(traffic, population):
-        key = population.user_id(impression.user).encode()
-        calls.append((impression.retrieval_us, impression.number, False, key))
-        calls.append((impression.ranking_us, impression.number, True, key))
-    calls.sort()
+    event, request = (encode(each) for each in _event_and_request(settings.traffic))
+    calls = _calls(settings.traffic)
     due_us = {number: at_us for at_us, number, is_ranking, _ in calls if is_ranking}
     latency_us: dict[int, int] = {}
     stopping = threading.Event()
@@ -177,8 +177,66 @@ def _gateway(settings: Settings, records: Path) -> None:
         time.sleep(0.02)
     stopping.set()
     receiver.join()
-    in_order = [latency_us.get(number) for number in sorted(due_us)]
+    _write_run(records, latency_us, due_us)
+
+
+def _calls(traffic: TrafficSettings) -> list[tuple[int, int, bool, bytes]]:
+    """Time in µs, number of the impression, whether it is the ranking request, and key of each message."""
+    calls = []
+    population = population_of(traffic)
+    for impression in impressions(traffic, population):
+        key = population.user_id(impression.user).encode()
+        calls.append((impression.retrieval_us, impression.number, False, key))
+        calls.append((impression.ranking_us, impression.number, True, key))
+    return sorted(calls)
+
+
+def _write_run(records: Path, latency_us: Mapping[int, int], numbers: Iterable[int]) -> None:
+    in_order = [latency_us.get(number) for number in sorted(numbers)]
     records.write_text(json.dumps({"latency_us": in_order}), encoding="utf-8")
+
+
+async def _play_by_asyncio(settings: Settings, records: Path) -> None:
+    """The same in one event loop. The clients have the library's defaults but for what makes them wait."""
+    about = {"bootstrap.servers": settings.bootstrap}
+    # By default a message waits until there are a thousand, or for a second.
+    producer = AIOProducer({**about, "linger.ms": 0, "acks": "1"}, batch_size=1)
+    own = {"group.id": settings.unjoined_group, "enable.auto.commit": False, "auto.offset.reset": "latest"}
+    consumer = AIOConsumer({**about, **own, "fetch.wait.max.ms": settings.fetch_wait_max_ms})
+    retrieval, ranking, results = (settings.topic(each) for each in (Topic.RETRIEVAL, Topic.RANKING, Topic.RESULTS))
+    place = TopicPartition(results, 0)
+    place.offset = (await consumer.get_watermark_offsets(place, timeout=10))[1]
+    await consumer.assign([place])
+    event, request = (encode(each) for each in _event_and_request(settings.traffic))
+    calls, latency_us, sends = _calls(settings.traffic), dict[int, int](), set[asyncio.Task[Any]]()
+    due_us = {number: at_us for at_us, number, is_ranking, _ in calls if is_ranking}
+
+    async def receive() -> None:
+        while len(latency_us) < len(due_us):
+            for message in await consumer.consume(_BATCH, _WAIT_S):
+                if message.error() is None:
+                    number = int(_request_id(message))
+                    latency_us[number] = time.monotonic_ns() // 1000 - begin_us - due_us[number]
+
+    tune_interpreter()
+    begin_us = time.monotonic_ns() // 1000 + 200_000
+    receiver = asyncio.create_task(receive())
+    records.with_suffix(".begun").write_text("begun")
+    for at_us, number, is_ranking, key in calls:
+        await asyncio.sleep(max(0, begin_us + at_us - time.monotonic_ns() // 1000) / 1e6)
+        # These producers send no headers, so the key has the id.
+        made = (ranking, request, str(number)) if is_ranking else (retrieval, event, key)
+        sends.add(task := asyncio.create_task(producer.produce(*made)))
+        task.add_done_callback(sends.discard)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(receiver, _DRAIN_S)
+    await producer.close()
+    await consumer.close()
+    _write_run(records, latency_us, due_us)
+
+
+def _gateway_by_asyncio(settings: Settings, records: Path) -> None:
+    asyncio.run(_play_by_asyncio(settings, records))
 
 
 def _batches(consumer: Consumer, topics: list[str], sign: Path) -> Iterator[list[Message]]:
@@ -203,8 +261,8 @@ def _next(consumer: Consumer) -> list[Message]:
 
 
 def _request_id(message: Message) -> str:
-    """From the first header, in which both ranking requests and results carry it."""
-    ((_, value), *_) = headers_of(message) or [("", b"")]
+    """From the first header, in which both ranking requests and results carry it, or else from the key."""
+    ((_, value), *_) = headers_of(message) or [("", message.key())]
     return value.decode() if isinstance(value, bytes) else ""
 
 
@@ -245,9 +303,8 @@ def example_result(traffic: TrafficSettings) -> RankingResult:
 
 def main(role: str, file: Path, config: ConfigOption, overrides: SetOption = None) -> None:
     """Runs one of the processes. `file`: what the gateway writes, or a file that says that another one is ready."""
-    {"trigger": _trigger, "worker": _worker, "gateway": _gateway}[role](
-        load_settings(config, overrides=overrides or ()), file
-    )
+    roles = {"trigger": _trigger, "worker": _worker, "gateway": _gateway, "asyncio": _gateway_by_asyncio}
+    roles[role](load_settings(config, overrides=overrides or ()), file)
 
 
 if __name__ == "__main__":

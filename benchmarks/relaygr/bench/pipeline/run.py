@@ -62,19 +62,20 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class RoundFigures:
-    """Pipeline and echo at one rate, one after the other."""
+    """Pipeline, echo and the echo by asyncio at one rate, one after the other."""
 
     pipeline: RunFigures
     echo: RunFigures
+    asyncio: RunFigures
 
     def row(self) -> dict[str, float]:
         """The row of this round, without its rate."""
-        pipeline, echo = self.pipeline, self.echo
+        pipeline, echo, by_asyncio = self.pipeline, self.echo, self.asyncio
         return {
             "p50_ratio": pipeline.p50_ms / echo.p50_ms,
             "p99_ratio": pipeline.p99_ms / echo.p99_ms,
             "python_cpu_ratio": pipeline.python_cpu / echo.python_cpu if echo.python_cpu else float("nan"),
-            "foreign_cpu": (pipeline.foreign_cpu + echo.foreign_cpu) / 2,
+            "foreign_cpu": (pipeline.foreign_cpu + echo.foreign_cpu + by_asyncio.foreign_cpu) / 3,
             "pipeline_p50_ms": pipeline.p50_ms,
             "pipeline_p99_ms": pipeline.p99_ms,
             "pipeline_cpu": pipeline.python_cpu,
@@ -83,8 +84,10 @@ class RoundFigures:
             "echo_p99_ms": echo.p99_ms,
             "echo_cpu": echo.python_cpu,
             "echo_answered_share": echo.answered_share,
-            "pipeline_foreign_cpu": pipeline.foreign_cpu,
-            "echo_foreign_cpu": echo.foreign_cpu,
+            "asyncio_p50_ms": by_asyncio.p50_ms,
+            "asyncio_p99_ms": by_asyncio.p99_ms,
+            "asyncio_cpu": by_asyncio.python_cpu,
+            "asyncio_answered_share": by_asyncio.answered_share,
         }
 
 
@@ -121,7 +124,9 @@ def medians(rate: float, rounds: Sequence[RoundFigures]) -> dict[str, Any]:
 
 
 _NO_RUN = RunFigures(0, 0, math.nan, math.nan, math.nan, math.nan)
-COLUMNS = ("measured_at", "machine", "broker", "seconds", *medians(math.nan, [RoundFigures(_NO_RUN, _NO_RUN)]))
+COLUMNS = (
+    "measured_at", "machine", "broker", "seconds", *medians(math.nan, [RoundFigures(_NO_RUN, _NO_RUN, _NO_RUN)])
+)  # fmt: skip
 """Of the CSV."""
 
 
@@ -137,11 +142,13 @@ def measure(console: Console, broker: LocalBroker, folder: Path, rate_per_s: flo
         with console.status(f"warm-up at {rate_per_s / 2:.0f}/s"):
             _run_pipeline(stack, folder / "warm-up.jsonl", warm)
             _run_echo(echo, folder / "warm-up-echo.json", warm)
+            _run_echo(echo, folder / "warm-up-asyncio.json", warm, "asyncio")
         for number in range(plan.rounds):
             with console.status(f"{rate_per_s:.0f}/s, round {number + 1} of {plan.rounds}"):
                 relay = _run_pipeline(stack, folder / f"round-{number}.jsonl", settings.traffic)
                 bare = _run_echo(echo, folder / f"echo-{number}.json", settings.traffic)
-            rounds.append(RoundFigures(relay, bare))
+                by_asyncio = _run_echo(echo, folder / f"asyncio-{number}.json", settings.traffic, "asyncio")
+            rounds.append(RoundFigures(relay, bare, by_asyncio))
     return rounds
 
 
@@ -151,9 +158,9 @@ def _run_pipeline(stack: DemoStack, records: Path, traffic: TrafficSettings) -> 
     return _recorded(records, window)
 
 
-def _run_echo(echo: Echo, records: Path, traffic: TrafficSettings) -> RunFigures:
+def _run_echo(echo: Echo, records: Path, traffic: TrafficSettings, role: str = "gateway") -> RunFigures:
     window = MeasuredWindow(records.with_suffix(".begun"), echo.roles)
-    _watch(echo.start_run(records, traffic), window)
+    _watch(echo.start_run(records, traffic, role), window)
     latencies, offered = read_run(records)
     return _figures(latencies, offered, window)
 
@@ -192,7 +199,7 @@ def _print(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     for name in ("rate/s", "system", "P50", "P99", "CPU", "answered", "P50 / echo's", "P99 / echo's", "CPU / echo's"):
         table.add_column(name, justify="right")
     for row in rows:
-        for system in ("pipeline", "echo"):
+        for system in ("pipeline", "echo", "asyncio"):
             p50_ms, p99_ms, cpu = (row[f"{system}_{name}"] for name in ("p50_ms", "p99_ms", "cpu"))
             table.add_row(
                 f"{row['rate']:.0f}",
