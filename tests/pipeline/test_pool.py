@@ -107,8 +107,12 @@ def started(relay: Relay, worker_id: str) -> CommandProcess:
     return worker
 
 
-def written(client: RelayClient, users: Sequence[History], worker: CommandProcess) -> dict[str, np.ndarray]:
-    """Publishes the users, and ranks them until the store has their prefixes. Returns their scores."""
+def written(
+    client: RelayClient, users: Sequence[History], worker: CommandProcess, objects: int = 1
+) -> dict[str, np.ndarray]:
+    """Publishes the users, and ranks them until the store has their prefixes, of so many objects each. Returns their
+    scores.
+    """
     for user in users:
         client.publish_history(user)
     scores = {user.user_id: ranked_on_all(client, user).scores for user in users}
@@ -117,7 +121,7 @@ def written(client: RelayClient, users: Sequence[History], worker: CommandProces
         """On a busy machine a visit may find the link too slow."""
         for user in users:
             ranked(client, user)
-        return counted(worker, "objects_written_total", outcome="stored") >= len(users)
+        return counted(worker, "objects_written_total", outcome="stored") >= objects * len(users)
 
     until(is_written, "written", 180)
     return scores

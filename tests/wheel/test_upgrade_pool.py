@@ -12,6 +12,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.processes import CommandProcess
 from relaygr.worker.model.checkpoint import random_checkpoint
 from relaygr.worker.pool.settings import PoolSettings
+from relaygr.worker.settings import WorkerSettings
 from tests.pipeline.test_pool import LENGTH, SLOW_DEVICE, assert_equal, counted, ranked_on_all, written
 from tests.waiting import until
 from tests.wheel.upgrade_world import Version
@@ -26,6 +27,8 @@ pytestmark = [
 
 
 SECRET = b"0123456789abcdef"
+OBJECTS = LENGTH // WorkerSettings.model_fields["page_tokens"].default
+"""Of a user: a page of this wide model is one."""
 
 
 def test_objects_of_the_other_version_are_never_misread_and_deleted_with_their_user(
@@ -33,17 +36,27 @@ def test_objects_of_the_other_version_are_never_misread_and_deleted_with_their_u
 ) -> None:
     first, then = versions
     users = [history_of(f"user-{number}", LENGTH, number) for number in range(3)]
-    config = model_config()
+    # So wide that computing takes much longer than fetching on a busy machine, too: what does not pay is not written.
+    config = model_config().model_copy(
+        update={"embedding_dim": 256, "attention_dim": 128, "hidden_dim": 128, "num_layers": 4}
+    )
     model = save_model(tmp_path / "model", config, random_checkpoint(config, 7).tensors, SLOW_DEVICE)
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     with mooncake(tmp_path / "mooncake", forgets_s=300) as stores:
         # The form of the address that both versions read.
         pool = PoolSettings(address=f"127.0.0.1:{stores.port}", secret_file=secret, visits=1)
-        relay = Relay(kafka_settings, tmp_path / "relay", model, pool=pool, dram_bytes=ByteSize(64 << 20))
+        relay = Relay(
+            kafka_settings,
+            tmp_path / "relay",
+            model,
+            pool=pool,
+            hbm_bytes=ByteSize(32 << 20),
+            dram_bytes=ByteSize(64 << 20),
+        )
         with relay, relay.client() as client:
             worker = started(relay, first, "worker-00")
-            scores = written(client, users, worker)
+            scores = written(client, users, worker, OBJECTS)
             assert relay.stop(worker) == 0
             worker = started(relay, then, "worker-01")
             for user in users:
