@@ -79,7 +79,7 @@ def row(**changed: Any) -> RunRow:
         "measured_at": "2026-01-02T03:04:05Z", "machine": PLAN.machine, "code": "abc", "broker": "a broker",
         "effort": "full", "asked": "requests", "load": 0.9, "system": "relay", "variant": "", "history": 2_048,
         "deadline_ms": 175, "full_ms": 35.0, "rate_per_s": 20.0, "seed": 1, "offered": 1_000, "late": 0, "hits": 0.85,
-        "hits_gained": 0.01, "lag_p999_ms": 1.0, "p99_ms": 100.0,
+        "hits_gained": 0.01, "lag_p99_ms": 1.0, "p99_ms": 100.0,
     } | changed  # fmt: skip
     # As LoadGen does with that many queries.
     return RunRow(**({"verdict": "VALID" if values["late"] < 5 else "INVALID"} | values))
@@ -164,12 +164,12 @@ def test_full_inference_in_the_worker_is_compared_with_the_engine_without_its_qu
 
 def test_a_run_passes_if_loadgen_calls_it_valid_and_the_queries_were_sent_on_time():
     assert row(verdict="VALID").passed and not row(verdict="INVALID").passed
-    assert not row(lag_p999_ms=4.0).passed and not row(lag_p999_ms=4.0).valid
+    assert not row(lag_p99_ms=4.0).passed and not row(lag_p99_ms=4.0).valid
 
 
 def test_in_virtual_time_a_run_passes_with_one_request_of_a_hundred_late():
     def virtual(late: int) -> RunRow:
-        return row(late=late, verdict="", lag_p999_ms=math.nan)
+        return row(late=late, verdict="", lag_p99_ms=math.nan)
 
     assert virtual(10).passed and not virtual(11).passed
 
@@ -229,7 +229,7 @@ class FakeBench:
         self.records_of(point).touch()
         lag_ms = 100.0 if point.system in self.invalid or point.rate_per_s >= self.invalid_from else 1.0
         late = 0 if point.rate_per_s <= self.CARRIES[point.system] else 500
-        return row_at(point, late=late, lag_p999_ms=lag_ms)
+        return row_at(point, late=late, lag_p99_ms=lag_ms)
 
     def records_of(self, point: Point) -> Path:
         return self.folder / "records" / f"{point.system}-{point.rate_per_s}-{point.seed}"
@@ -349,7 +349,7 @@ def test_a_search_that_an_invalid_run_ends_keeps_what_passed_and_compares_its_sc
 def test_the_variant_with_the_fewest_late_requests_stands_for_full_inference():
     names = list(TUNED)
     rows = [
-        row(asked="tuning", variant=name, late=late, p99_ms=p99_ms, lag_p999_ms=lag_ms)
+        row(asked="tuning", variant=name, late=late, p99_ms=p99_ms, lag_p99_ms=lag_ms)
         for name, late, p99_ms, lag_ms in ((names[0], 3, 90.0, 1.0), (names[1], 2, 95.0, 1.0), (names[2], 0, 9.0, 99.0))
     ]
     assert tuned_variant(rows, "full") == names[1], "an invalid run says nothing"

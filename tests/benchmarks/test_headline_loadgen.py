@@ -136,7 +136,7 @@ def test_each_query_is_answered_once_and_the_run_is_valid(settings: Settings, li
         found, records = judged(settings)
     assert (found.verdict, found.queries, found.over) == (VALID, QUERIES, 0)
     assert 0 < found.p50_ms <= found.p99_ms < BUDGET_MS
-    assert 0 < found.lag_p999_ms < BUDGET_MS
+    assert 0 < found.lag_p99_ms < BUDGET_MS
     numbers = [each.number for each in records]
     assert len(numbers) == len(set(numbers)) > QUERIES, "the warm-up is recorded, too"
 

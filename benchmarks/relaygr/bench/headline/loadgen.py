@@ -58,7 +58,7 @@ class Judged:
     """Queries beyond the target latency."""
     p50_ms: float
     p99_ms: float
-    lag_p999_ms: float
+    lag_p99_ms: float
     """How late ranking requests were sent and queries completed, against LoadGen's schedule."""
 
 
@@ -154,7 +154,7 @@ class LoadgenPlayer(Player):
             over=int(told["result_overlatency_query_count"]),
             p50_ms=(told["result_50.00_percentile_latency_ns"] / 1000 - self._lead_us) / 1000,
             p99_ms=(told["result_99.00_percentile_latency_ns"] / 1000 - self._lead_us) / 1000,
-            lag_p999_ms=percentile(lags_ms, 99.9),
+            lag_p99_ms=percentile(lags_ms, 100 * PERCENTILE),
         )
 
     # -- on LoadGen's thread -----------------------------------------------------------------------

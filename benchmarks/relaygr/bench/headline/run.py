@@ -210,7 +210,7 @@ class LiveBench:
             verdict=judged.verdict,
             p50_ms=judged.p50_ms,
             p99_ms=judged.p99_ms,
-            lag_p999_ms=judged.lag_p999_ms,
+            lag_p99_ms=judged.lag_p99_ms,
             **figures_of(
                 read_records(records), _first_number(traffic, warm_up_s),
                 lambda tokens: plan.engine_us(self._on.alone.model, tokens),

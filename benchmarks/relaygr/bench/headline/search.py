@@ -241,7 +241,7 @@ def tuned_variant(rows: Iterable[RunRow], effort: str) -> str | None:
 
 def said(row: RunRow) -> str:
     """The outcome of a run in words."""
-    verdict = row.verdict if row.valid else f"does not count: sent {row.lag_p999_ms:.1f} ms late (P99.9)"
+    verdict = row.verdict if row.valid else f"does not count: sent {row.lag_p99_ms:.1f} ms late (P99)"
     return f"{row.late} of {row.offered} late, P99 {row.p99_ms:.0f} ms, {row.hits:.0%} hits: {verdict}"
 
 
