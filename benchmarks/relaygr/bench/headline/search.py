@@ -2,7 +2,7 @@
 
 tuning     full inference at half load: the best variant, and whether it is as fast as the engine alone
 guess      the rates of each load and system in virtual time
-requests   the same on the broker, seed after seed, each search from the guess or the seed before
+requests   the same on the broker, seed after seed, each search from the guess, or full inference, or the seed before
 scores     cached scores of a sample against full inference, once for each load and system
 history    the longest histories in virtual time
 """
@@ -111,10 +111,14 @@ class Search:
         """Plays what is missing. Raises TimeIsUpError."""
         variant = self._tuned(bench)
         starts = {(load, system): self._guess(load, system, variant) for load, system in _searched()}
+        full = (LOADS[0], System.FULL)
+        # Half load was measured, and what was learnt from it may make the guess too low.
+        starts[full] = tuning_points(self._on.plan, self._effort)[0].rate_per_s
         for seed in self._effort.seeds:
-            for load, system in _searched():
-                found = self._search(bench, load, system, variant, seed, starts[load, system])
-                starts[load, system] = found or starts[load, system]
+            for key in _searched():
+                # Those that keep K,V carry at least what full inference does.
+                starts[key] = max(starts[key], starts[full])
+                starts[key] = self._search(bench, *key, variant, seed, starts[key]) or starts[key]
 
     def histories(self) -> None:
         """The longest history of each load and system at a fixed rate, in virtual time. Raises TimeIsUpError."""
