@@ -98,6 +98,8 @@ class LoadgenPlayer(Player):
         self._changed = threading.Condition()
         self._has_ended = False
         self.judged: Judged | None = None
+        self.summary = ""
+        """LoadGen's, of the whole run."""
 
     def _play(self, stream: Iterator[Impression]) -> None:
         played = list(stream)
@@ -140,10 +142,8 @@ class LoadgenPlayer(Player):
             mlperf_loadgen.DestroySUT(system)
             folder = Path(name)
             self.summary = (folder / "mlperf_log_summary.txt").read_text(encoding="utf-8")
-            told, completed_us = (
-                _told(folder / "mlperf_log_detail.txt"),
-                _completed_us(folder / "mlperf_log_trace.json"),
-            )
+            told = _told(folder / "mlperf_log_detail.txt")
+            completed_us = _completed_us(folder / "mlperf_log_trace.json")
         lags_ms = [
             (by_loadgen - by_bridge + sent_late) / 1000
             for by_loadgen, by_bridge, sent_late in zip(completed_us, self._took_us, self._sent_late_us, strict=True)
