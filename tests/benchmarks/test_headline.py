@@ -567,12 +567,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.mark.slow
 def test_a_live_run_of_the_relay_hits_and_its_scores_are_full_inferences(small: Machine):
+    pytest.importorskip("mlperf_loadgen", reason="no wheel for this platform")
     point = Point(Asked.REQUESTS, 0.9, System.RELAY, "", 30.0, 1, HISTORY)
     with local_broker("embedded") as broker, LiveBench(small, broker, SHORT) as bench:
         played = bench.play(point)
         compared = bench.compare_scores(point)
     assert played.offered == 90 and played.lost == 0
-    assert "Test Parameters Used" in (small.folder / "loadgen" / f"{bench.records_of(point).stem}.txt").read_text()
+    [summary] = (small.folder / "loadgen").iterdir()
+    assert "Test Parameters Used" in summary.read_text(encoding="utf-8")
     assert played.hits > 0.2
     assert compared.compared > 30 and compared.different == 0
 

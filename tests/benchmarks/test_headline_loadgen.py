@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("mlperf_loadgen", reason="no wheel for this platform")
 
-from relaygr.bench.headline.loadgen import Judged, LoadgenPlayer, main, read_judged, summary_path
-from relaygr.bench.headline.question import VALID
+from relaygr.bench.headline.loadgen import LoadgenPlayer
+from relaygr.bench.headline.question import VALID, Judged, read_judged, summary_path
+from relaygr.bench.headline.run import SENDER
 from relaygr.bench.pipeline.echo import example_result
 from relaygr.client import RelayClient
 from relaygr.kafka.clients import ProducerKind, make_group_consumer, make_producer
@@ -30,15 +36,17 @@ from relaygr.schemas.messages import Path as RankingPath
 from relaygr.schemas.messages import RankingRequest
 from relaygr.schemas.topics import Topic
 from relaygr.settings import Settings
+from relaygr.traffic.player import Request
 from relaygr.traffic.population import population_of
 from relaygr.traffic.records import ImpressionRecord, read_records
 
 pytestmark = pytest.mark.parametrize("broker", ["embedded"], indirect=True)
-QUERIES, RATE_PER_S, BUDGET_MS = 459, 150.0, 2_000
+STALL_S = 0.06
+QUERIES, RATE_PER_S, BUDGET_MS = 459, 100.0, 5_000
 EVERY = 20
 """Of so many requests of the run one is lied to."""
 TRAFFIC = {
-    "rate_per_s": RATE_PER_S, "duration_s": 6.0, "users": 40, "history_median": 32, "history_max": 64, "items": 200,
+    "rate_per_s": RATE_PER_S, "duration_s": 8.0, "users": 40, "history_median": 32, "history_max": 64, "items": 200,
     "candidates": 8, "suffix": 2, "growth": 2, "lead_median_ms": 20.0, "lead_sigma": 0.0, "budget_ms": BUDGET_MS,
     "settle_s": 0.0,
 }  # fmt: skip
@@ -75,11 +83,13 @@ def worker(settings: Settings, lie: str) -> Iterator[None]:
                     return
                 if lie == "half":
                     told = replace(told, path=RankingPath.TRUNCATED)
+                if lie == "old":
+                    told = replace(told, history_stale=True)
                 if lie == "fails":
                     told = replace(
                         told, outcome=Ended.FAILED, reason=Reason.OVERLOADED, path=None, scores=None, num_tasks=0
                     )
-                copies = 3 if lie == "twice" else 1
+                copies = 2 if lie == "twice" else 1
         send(headers, told, copies)
 
     def send(headers: RankingHeaders, told: object, copies: int) -> None:
@@ -117,9 +127,29 @@ def settings(kafka_settings: KafkaSettings) -> Settings:
     )
 
 
-def judged(settings: Settings, queries: int = QUERIES) -> tuple[Judged, list[ImpressionRecord]]:
+class LateToIssue(LoadgenPlayer):
+    """LoadGen's thread is held up before every tenth query."""
+
+    def _issue(self, coming: deque[Request], *rest: Any) -> None:
+        if len(coming) % 10 == 0:
+            time.sleep(STALL_S)
+        super()._issue(coming, *rest)
+
+
+class LateToSend(LoadgenPlayer):
+    """The sender is held up before every tenth ranking request."""
+
+    def _rank_on_schedule(self, request: Request, at_us: int) -> None:
+        if request.impression.number % 10 == 0:
+            time.sleep(STALL_S)
+        super()._rank_on_schedule(request, at_us)
+
+
+def judged(
+    settings: Settings, queries: int = QUERIES, kind: type[LoadgenPlayer] = LoadgenPlayer
+) -> tuple[Judged, list[ImpressionRecord]]:
     records: list[ImpressionRecord] = []
-    player = LoadgenPlayer(
+    player = kind(
         partial(RelayClient, settings, "gateway-00", settings.client), settings.traffic,
         population_of(settings.traffic), records.append, settings.client.lost_after_ms / 1000,
         warm_up_s=0.5, queries=queries,
@@ -142,7 +172,7 @@ def test_each_query_is_answered_once_and_the_run_is_valid(settings: Settings, li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lie", ["never", "late", "half", "fails"])
+@pytest.mark.parametrize("lie", ["never", "late", "half", "old", "fails"])
 def test_a_query_without_a_whole_answer_in_time_is_late_and_the_run_invalid(settings: Settings, lie: str):
     with worker(settings, lie):
         found, _ = judged(settings)
@@ -150,6 +180,14 @@ def test_a_query_without_a_whole_answer_in_time_is_late_and_the_run_invalid(sett
     assert found.queries == QUERIES
     assert found.over == pytest.approx(QUERIES / EVERY, abs=2), "none disappears"
     assert found.p99_ms > BUDGET_MS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [LateToIssue, LateToSend])
+def test_a_sender_that_is_held_up_is_found_out(settings: Settings, kind: type[LoadgenPlayer]):
+    with worker(settings, ""):
+        found, _ = judged(settings, kind=kind)
+    assert found.lag_p99_ms >= 0.9 * 1000 * STALL_S
 
 
 def test_a_schedule_with_too_few_impressions_is_refused_before_the_first_query(settings: Settings):
@@ -162,7 +200,8 @@ def test_the_process_writes_records_verdict_and_loadgens_own_summary(settings: S
     write_config(settings, tmp_path / "settings.yaml")
     records = tmp_path / "records.jsonl"
     with worker(settings, ""):
-        main(records, tmp_path / "settings.yaml", None, 0.2, QUERIES)
+        arguments = ["--config", str(tmp_path / "settings.yaml"), "--warm-up-s", "0.2", "--queries", str(QUERIES)]
+        subprocess.run([sys.executable, "-m", SENDER, str(records), *arguments], check=True, timeout=120)
     assert read_judged(records).verdict == VALID
     assert "Result is : VALID" in summary_path(records).read_text(encoding="utf-8")
     assert len(list(read_records(records))) > QUERIES

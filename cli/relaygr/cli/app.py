@@ -25,7 +25,6 @@ OPTIONAL = {
     "google": "avro",
     "matplotlib": "bench",
     "mlflow": "mlflow",
-    "mlperf_loadgen": "bench",
     "mooncake": "pool",
     "opentelemetry": "tracing",
     "pyarrow": "bench",

@@ -141,13 +141,14 @@ class DemoStack:
             watch()
             time.sleep(0.1)
 
-    def play_by(self, name: str, sender: Sequence[str]) -> None:
-        """Runs another sender than `relaygr traffic` until it ends: a module and its arguments."""
+    def play_by(self, name: str, sender: Sequence[str], at_most_s: float) -> None:
+        """Runs another sender than `relaygr traffic` until it ends: a module and its arguments. Raises RelayError, with
+        its log, if it takes longer.
+        """
         module, *arguments = sender
         relay = [f"traffic.relay={str(self._relay).lower()}"]
         gateway = self._processes.start(name, arguments, "traffic", relay, [module])
-        while not self._has_ended(gateway):
-            time.sleep(0.1)
+        self._processes.await_so(f"{name} has ended", lambda: self._has_ended(gateway), at_most_s)
 
     def play_reference(self, records: Path, of: Path, overrides: Sequence[str] = ()) -> None:
         """Ranks a sample of the impressions of an earlier run again, with a long deadline, for their scores."""

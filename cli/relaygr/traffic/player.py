@@ -216,28 +216,27 @@ class Player:
         retrieval_us, ranking_us = started_us + impression.retrieval_us, started_us + impression.ranking_us
         if self._may_be_new(impression):
             yield retrieval_us - HISTORY_LEAD_US, lambda _: self._publish_version(impression)
-        yield retrieval_us, lambda _: self._begin(impression, request_id)
         request = self._request_of(impression, request_id)
+        yield retrieval_us, lambda _: self._begin(request)
         yield ranking_us, lambda at_us: self._rank_on_schedule(request, at_us)
 
-    def _begin(self, impression: Impression, request_id: str) -> None:
-        settings = self._settings
-        if settings.relay:
-            self._publish_retrieval(impression, request_id)
-        self._candidates.begin(impression)
+    def _begin(self, request: Request) -> None:
+        if self._settings.relay:
+            self._publish_retrieval(request)
+        self._candidates.begin(request.impression)
 
-    def _publish_retrieval(self, impression: Impression, request_id: str) -> None:
+    def _publish_retrieval(self, request: Request) -> None:
         settings = self._settings
         # A full queue means that the broker is away. The ranking request then takes the full path.
         with suppress(QueueFull):
             self._client.publish_retrieval(
-                self._population.user_id(impression.user),
+                request.user_id,
                 ranking_budget_ms=settings.budget_ms,
                 expected_ranking_in_ms=round(settings.lead_median_ms),
                 expected_candidates=settings.candidates,
                 expected_suffix=settings.suffix,
-                history_version=self._version(impression),
-                request_id=request_id,
+                history_version=request.fields["history_version"],
+                request_id=request.request_id,
                 scenario=self._scenario,
             )
 

@@ -44,6 +44,7 @@ def main(
 ) -> None:
     """Measure how many requests a second each system carries within the deadline, at three loads."""
     from dataclasses import replace
+    from importlib.util import find_spec
 
     from relaygr.bench.headline import question
     from relaygr.bench.headline.report import check_page, write_report
@@ -66,6 +67,10 @@ def main(
             raise RelayError(f"{out} has no rows: measure first, or name another folder with --out")
         write_report(console, out, rows, effort, page)
         return
+    if find_spec("mlperf_loadgen") is None:
+        raise RelayError(
+            "LoadGen is not installed: pip install 'relaygr[bench]'. Python 3.14 and Linux on arm64 have none."
+        )
     ends_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
     check_broker(broker, os.environ.get("RELAYGR_BOOTSTRAP"))  # Before the measurement, not after it.
     console.print(f"measuring the engine alone, unless {out} has its times")

@@ -16,20 +16,22 @@ import itertools
 import json
 import math
 import os
+import signal
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, ParamSpec
 
 import mlperf_loadgen
 import typer
 
+from relaygr.bench.headline.question import JUDGED_PERCENTILE, Judged, judged_path, summary_path
 from relaygr.cli.options import ConfigOption, SetOption
 from relaygr.client import RelayClient
 from relaygr.demo.summary import percentile
@@ -41,25 +43,25 @@ from relaygr.traffic.population import population_of
 from relaygr.traffic.records import ImpressionRecord, RecordWriter, in_time
 from relaygr.traffic.schedule import HISTORY_LEAD_US, Impression
 
-PERCENTILE: Final = 0.99
 _LATE_US: Final = 1_000_000
 _SAMPLES: Final = 1024
 """Tickets that LoadGen draws from."""
+_LEAST_AHEAD: Final = 3
+P = ParamSpec("P")
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What LoadGen found. Latencies are of ranking: its own, less the lead time."""
+def _or_exit(call: Callable[P, None]) -> Callable[P, None]:
+    """Ends the process after an error: a query would never be completed, and LoadGen would wait for ever."""
 
-    verdict: str
-    """VALID: with the confidence of its early stopping, 99 % of the queries are within the target latency."""
-    queries: int
-    over: int
-    """Queries beyond the target latency."""
-    p50_ms: float
-    p99_ms: float
-    lag_p99_ms: float
-    """How late ranking requests were sent and queries completed, against LoadGen's schedule."""
+    @wraps(call)
+    def guarded(*arguments: P.args, **named: P.kwargs) -> None:
+        try:
+            call(*arguments, **named)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    return guarded
 
 
 @dataclass(slots=True, eq=False)
@@ -108,12 +110,13 @@ class LoadgenPlayer(Player):
         if len(measured) < self._query_count:
             raise RelayError(f"the schedule ends after {len(measured)} of {self._query_count} impressions")
         # Made before: LoadGen's thread would be late for its next query.
-        coming = deque((each, self._request_of(each, self._client.new_request_id())) for each in measured)
+        coming = deque(self._request_of(each, self._client.new_request_id()) for each in measured)
         super()._play(iter(played[:first]))
-        # A history is published about as long before its retrieval event as in a schedule that is known.
-        ahead = math.ceil(self._settings.rate_per_s * HISTORY_LEAD_US / 1e6)
+        # When the next query comes is LoadGen's secret, so a history is published some queries before its own.
+        ahead = max(_LEAST_AHEAD, math.ceil(self._settings.rate_per_s * HISTORY_LEAD_US / 1e6))
         for impression in measured[:ahead]:
             self._publish_if_new(impression, 0)
+        time.sleep(HISTORY_LEAD_US / 1e6)
         sender = threading.Thread(target=self._send, name="sender", daemon=True)
         sender.start()
         self.judged = self._measured(partial(self._issue, coming, iter(measured[ahead:])))
@@ -129,7 +132,7 @@ class LoadgenPlayer(Player):
         settings.mode = mlperf_loadgen.TestMode.PerformanceOnly
         settings.server_target_qps = self._settings.rate_per_s
         settings.server_target_latency_ns = self._limit_us * 1000
-        settings.server_target_latency_percentile = PERCENTILE
+        settings.server_target_latency_percentile = JUDGED_PERCENTILE
         settings.min_duration_ms, settings.min_query_count = 1, self._query_count
         settings.schedule_rng_seed = settings.sample_index_rng_seed = settings.qsl_rng_seed = self._settings.seed
         logs.enable_trace = True
@@ -145,7 +148,7 @@ class LoadgenPlayer(Player):
             told = _told(folder / "mlperf_log_detail.txt")
             completed_us = _completed_us(folder / "mlperf_log_trace.json")
         lags_ms = [
-            (by_loadgen - by_bridge + sent_late) / 1000
+            (abs(by_loadgen - by_bridge) + sent_late) / 1000
             for by_loadgen, by_bridge, sent_late in zip(completed_us, self._took_us, self._sent_late_us, strict=True)
         ]
         return Judged(
@@ -154,23 +157,22 @@ class LoadgenPlayer(Player):
             over=int(told["result_overlatency_query_count"]),
             p50_ms=(told["result_50.00_percentile_latency_ns"] / 1000 - self._lead_us) / 1000,
             p99_ms=(told["result_99.00_percentile_latency_ns"] / 1000 - self._lead_us) / 1000,
-            lag_p99_ms=percentile(lags_ms, 100 * PERCENTILE),
+            lag_p99_ms=percentile(lags_ms, 100 * JUDGED_PERCENTILE),
         )
 
     # -- on LoadGen's thread -----------------------------------------------------------------------
 
-    def _issue(
-        self, coming: deque[tuple[Impression, Request]], later: Iterator[Impression], samples: list[Any]
-    ) -> None:
+    @_or_exit
+    def _issue(self, coming: deque[Request], later: Iterator[Impression], samples: list[Any]) -> None:
         now_us = time.monotonic_ns() // 1000
         for sample in samples:
-            impression, request = coming.popleft()
-            number = impression.number
-            self._under_way[number] = _Query(sample.id, self._query_count - len(coming) - 1, now_us)
+            request = coming.popleft()
+            query = _Query(sample.id, self._query_count - len(coming) - 1, now_us)
+            self._under_way[request.impression.number] = query
             calls: list[tuple[int, Callable[[int], object]]] = [
-                (now_us, partial(self._begin_query, impression, request.request_id)),
-                (now_us + self._lead_us, partial(self._rank_on_schedule, request)),
-                (now_us + self._limit_us + _LATE_US, partial(self._give_up, number)),
+                (now_us, partial(self._begin_query, request)),
+                (now_us + self._lead_us, partial(self._rank_query, query, request)),
+                (now_us + self._limit_us + _LATE_US, partial(self._give_up, request)),
             ]
             if (upcoming := next(later, None)) is not None:
                 calls.append((now_us, partial(self._publish_if_new, upcoming)))
@@ -181,13 +183,10 @@ class LoadgenPlayer(Player):
 
     # -- on the sender's thread --------------------------------------------------------------------
 
+    @_or_exit
     def _send(self) -> None:
-        try:
-            while (call := self._next_call()) is not None:
-                call.make(call.at_us)
-        except BaseException:  # LoadGen would wait for ever.
-            traceback.print_exc()
-            os._exit(1)
+        while (call := self._next_call()) is not None:
+            call.make(call.at_us)
 
     def _next_call(self) -> _Call | None:
         """Waits until a call is due. None: the run has ended."""
@@ -199,11 +198,15 @@ class LoadgenPlayer(Player):
                 self._changed.wait(left_us / 1e6)
         return None
 
-    def _begin_query(self, impression: Impression, request_id: str, _: int) -> None:
-        self._begin(impression, request_id)
+    def _begin_query(self, request: Request, _: int) -> None:
+        self._begin(request)
 
-    def _give_up(self, number: int, _: int) -> None:
-        self._complete(number)
+    def _give_up(self, request: Request, _: int) -> None:
+        self._complete(request.impression.number)
+
+    def _rank_query(self, query: _Query, request: Request, at_us: int) -> None:
+        self._rank_on_schedule(request, at_us)
+        self._sent_late_us[query.place] = request.sent_us - at_us
 
     def _publish_if_new(self, impression: Impression, _: int) -> None:
         if self._may_be_new(impression):
@@ -212,13 +215,11 @@ class LoadgenPlayer(Player):
     # -- on the client's thread --------------------------------------------------------------------
 
     def _emit(self, record: ImpressionRecord) -> None:
+        if in_time(record) and not record.history_stale:
+            self._complete(record.number)
         super()._emit(record)
-        query = self._under_way.get(record.number)
-        if query is not None:
-            self._sent_late_us[query.place] = record.send_lag_us
-            if in_time(record) and not record.history_stale:
-                self._complete(record.number)
 
+    @_or_exit
     def _complete(self, number: int) -> None:
         """Completes a query once, whoever comes first."""
         query = self._under_way.pop(number, None)
@@ -230,7 +231,10 @@ class LoadgenPlayer(Player):
 def _told(path: Path) -> Mapping[str, Any]:
     """The keys and values of LoadGen's detailed log."""
     lines = (line.removeprefix(":::MLLOG ") for line in path.read_text(encoding="utf-8").splitlines())
-    return {each["key"]: each["value"] for each in map(json.loads, lines)}
+    told = {each["key"]: each["value"] for each in map(json.loads, lines)}
+    if told["num_errors"]:
+        raise RelayError(f"LoadGen met an error: {told.get('error_runtime') or told.get('error_invalid_config')}")
+    return told
 
 
 def _completed_us(path: Path) -> list[float]:
@@ -243,20 +247,6 @@ def _completed_us(path: Path) -> list[float]:
                 arguments = json.loads(line[line.index('"args":') + len('"args":') :].rstrip().rstrip(",")[:-1])
                 found[arguments["sample_seq"]] = arguments["complete_ns"] / 1000
     return [found[place] for place in range(len(found))]
-
-
-def read_judged(records: Path) -> Judged:
-    """What LoadGen found in the run with these records."""
-    return Judged(**json.loads(_judged_path(records).read_text(encoding="utf-8")))
-
-
-def summary_path(records: Path) -> Path:
-    """LoadGen's summary of the run with these records."""
-    return records.with_suffix(".txt")
-
-
-def _judged_path(records: Path) -> Path:
-    return records.with_suffix(".judged.json")
 
 
 def main(
@@ -279,6 +269,7 @@ def main(
         queries=queries,
     )
     tune_interpreter()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python's own handler would wait for LoadGen.
     try:
         player.play()
     finally:
@@ -287,7 +278,7 @@ def main(
         raise RelayError(writer.problem)
     assert player.judged is not None
     summary_path(records).write_text(player.summary, encoding="utf-8")
-    _judged_path(records).write_text(json.dumps(asdict(player.judged)), encoding="utf-8")
+    judged_path(records).write_text(json.dumps(asdict(player.judged)), encoding="utf-8")
 
 
 if __name__ == "__main__":

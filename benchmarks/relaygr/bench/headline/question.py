@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import bisect
 import enum
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize
@@ -39,6 +41,7 @@ PAGE_TOKENS, PARTITIONS = 64, 8
 HBM_PREFIXES, DRAM_PREFIXES = 48, 256
 """The tiers in prefixes of median length: all users who return fit into DRAM, beside others."""
 LATE_LIMIT = 0.01
+JUDGED_PERCENTILE = 1 - LATE_LIMIT
 LAG_LIMIT = 0.02
 """A run is valid if the P99 of the sender's lag, which counts as latency, is at most this part of the deadline."""
 VALID = "VALID"
@@ -204,6 +207,36 @@ def traffic_of(
         "history_max": 2 * history, "growth": GROWTH, "lead_median_ms": round(LEAD_FACTOR * plan.pre_ms, 1),
         "lead_sigma": lead_sigma, "suffix": SUFFIX, "candidates": CANDIDATES, "budget_ms": plan.deadline_ms,
     }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What LoadGen found. Latencies are of ranking: its own, less the lead time."""
+
+    verdict: str
+    """VALID or INVALID."""
+    queries: int
+    over: int
+    """Queries beyond the target latency."""
+    p50_ms: float
+    p99_ms: float
+    lag_p99_ms: float
+    """How late ranking requests were sent and queries completed, against LoadGen's schedule."""
+
+
+def read_judged(records: Path) -> Judged:
+    """What LoadGen found in the run with these records."""
+    return Judged(**json.loads(judged_path(records).read_text(encoding="utf-8")))
+
+
+def judged_path(records: Path) -> Path:
+    """Where the sender writes what LoadGen found."""
+    return records.with_suffix(".judged.json")
+
+
+def summary_path(records: Path) -> Path:
+    """LoadGen's summary of the run with these records."""
+    return records.with_suffix(".txt")
 
 
 class Asked(enum.StrEnum):

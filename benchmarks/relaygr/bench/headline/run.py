@@ -20,7 +20,6 @@ from typing import Any
 from rich.console import Console
 
 from relaygr.admission.latency import Stage
-from relaygr.bench.headline import loadgen
 from relaygr.bench.headline.question import (
     CANDIDATES,
     HALF,
@@ -35,8 +34,10 @@ from relaygr.bench.headline.question import (
     System,
     figures_of,
     model_of,
+    read_judged,
     settings_of,
     snapped,
+    summary_path,
     traffic_of,
 )
 from relaygr.bench.rows import code, machine, now, refuse_other_machine
@@ -71,6 +72,8 @@ FREE = 1e-6
 LEAD_SIGMA = 0.2
 """Lead times in virtual time are log-normal."""
 SUMMARIES = "loadgen"
+SENDER = "relaygr.bench.headline.loadgen"
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,20 +189,21 @@ class LiveBench:
     def expected_s(self, point: Point) -> float:
         """About how long this run takes."""
         effort, rate = self._effort, point.rate_per_s
-        return START_S + SETTLE_S + effort.warm_up_at(point.load, rate) + effort.queries_at(rate) / rate
+        played_s = effort.warm_up_at(point.load, rate) + effort.queries_at(rate) / rate
+        return START_S + SETTLE_S + played_s + 2 * self._on.plan.deadline_ms / 1000
 
     def play(self, point: Point) -> RunRow:
         """Plays the run once."""
         plan, traffic, effort = self._on.plan, self._traffic(point), self._effort
         records, warm_up_s = self.records_of(point), effort.warm_up_at(point.load, point.rate_per_s)
         sender = [
-            loadgen.__name__, str(records), "--warm-up-s", str(warm_up_s),
+            SENDER, str(records), "--warm-up-s", str(warm_up_s),
             "--queries", str(effort.queries_at(point.rate_per_s)),
         ]  # fmt: skip
         with self._stack(point.system, point.variant, traffic) as stack:
-            stack.play_by(records.stem, sender)
+            stack.play_by("gateway", sender, 2 * self.expected_s(point) + PATIENCE_S)
             qualities = [each.slowdown for each in stack.predictions().device.values()]
-        judged = loadgen.read_judged(records)
+        judged = read_judged(records)
         self._keep_summary(records)
         return RunRow(
             **_about(point, plan, effort.name),
@@ -218,10 +222,11 @@ class LiveBench:
         )  # fmt: skip
 
     def _keep_summary(self, records: Path) -> None:
-        """LoadGen's own words on each run, beside the rows; of a run that was played again, the last ones."""
-        kept = self._on.folder / SUMMARIES / f"{records.stem}.txt"
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(loadgen.summary_path(records), kept)
+        """LoadGen's own words on each run, beside the rows."""
+        folder = self._on.folder / SUMMARIES
+        folder.mkdir(parents=True, exist_ok=True)
+        attempt = 1 + len(list(folder.glob(f"{records.stem}-attempt-*")))
+        shutil.copyfile(summary_path(records), folder / f"{records.stem}-attempt-{attempt}.txt")
 
     def compare_scores(self, point: Point) -> ScoreComparison:
         """Ranks a sample of the run's impressions again by full inference, and compares the scores."""
@@ -233,7 +238,7 @@ class LiveBench:
 
     def records_of(self, point: Point) -> Path:
         """The file of the run's records."""
-        own = (self._effort.name, point.system, point.variant)
+        own = (self._effort.name, point.asked, point.system, point.variant)
         about = (*own, f"{point.load:g}", f"{point.rate_per_s:g}", str(point.seed))
         return self._on.folder / "records" / f"{'-'.join(about).replace(' ', '-')}.jsonl"
 

@@ -195,7 +195,9 @@ class Search:
     def _asked(self, bench: LiveBench, point: Point) -> RunRow:
         """The valid row of this run, or its last attempt. It is played if it is not there."""
         rows = self._there(point)
-        while not any(row.valid for row in rows) and len(rows) < self._effort.attempts:
+        for _ in range(self._effort.attempts):
+            if any(row.valid for row in rows):
+                break
             self._require_time(bench.expected_s(point))
             self._tell(_named(point))
             row = bench.play(point)
@@ -246,7 +248,9 @@ def tuned_variant(rows: Iterable[RunRow], effort: str) -> str | None:
 def said(row: RunRow) -> str:
     """The outcome of a run in words."""
     verdict = row.verdict if row.valid else f"does not count: sent {row.lag_p99_ms:.1f} ms late (P99)"
-    return f"{row.late} of {row.offered} late, P99 {row.p99_ms:.0f} ms, {row.hits:.0%} hits: {verdict}"
+    # A query that is late is completed at one time, whenever its answer came.
+    p99 = f"{row.p99_ms:.0f} ms" if row.p99_ms <= row.deadline_ms else "beyond the deadline"
+    return f"{row.late} of {row.offered} late, P99 {p99}, {row.hits:.0%} hits: {verdict}"
 
 
 def progress_bar(console: Console) -> Progress:

@@ -213,7 +213,9 @@ async def _play_by_asyncio(settings: Settings, records: Path) -> None:
 
     async def receive() -> None:
         while len(latency_us) < len(due_us):
-            for message in await consumer.consume(_BATCH, _WAIT_S):
+            # To ask for several at once waits until there are as many.
+            first = await consumer.poll(_WAIT_S)
+            for message in [] if first is None else [first, *await consumer.consume(_BATCH - 1, 0)]:
                 if message.error() is None:
                     number = int(_request_id(message))
                     latency_us[number] = time.monotonic_ns() // 1000 - begin_us - due_us[number]
