@@ -47,6 +47,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from tests.leftovers import Leftovers
 from tests.promised import promised, unavailable
+from tests.waiting import PATIENCE_S
 
 TEST_PARTITIONS = 12
 ROOT = Path(__file__).parents[1]
@@ -296,7 +297,13 @@ def kafka_settings(broker: LocalBroker) -> Iterator[KafkaSettings]:
     """Settings for `broker` with a prefix of the test's own, its topics created and deleted after."""
     prefix = f"test-{uuid.uuid4().hex[:12]}"
     settings = broker.settings(
-        KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=TEST_PARTITIONS, dead_letter_bodies=True)
+        KafkaSettings(
+            topic_prefix=prefix,
+            group_prefix=prefix,
+            partitions=TEST_PARTITIONS,
+            dead_letter_bodies=True,
+            connect_timeout_s=PATIENCE_S,
+        )
     )
     broker.create_topics(settings)
     yield settings
