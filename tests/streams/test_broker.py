@@ -24,6 +24,7 @@ from relaygr.kafka.settings import KafkaSettings, Security, SecurityProtocol
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE
 from tests.waiting import becomes
+from tests.worlds.closing_port import ClosingPort
 
 HOLD = """
 import sys
@@ -270,3 +271,15 @@ def test_a_cluster_that_lists_no_broker_at_all_does_not_answer(
     settings = embedded_broker.settings().model_copy(update={"connect_timeout_s": 0.3})
     with pytest.raises(RelayError, match="bootstrap"):
         require_broker(settings)
+
+
+def test_a_broker_that_answers_nothing_is_told_from_one_that_closes_connections() -> None:
+    """librdkafka reports the same of both: that all brokers are down."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(100)
+        port = silent.getsockname()[1]
+        with pytest.raises(RelayError, match=r"answered nothing within 6.* s: it is overloaded or stopped"):
+            require_broker(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=6.0))
+    with ClosingPort(port), pytest.raises(RelayError, match="closes connections without an answer"):
+        require_broker(KafkaSettings(bootstrap=f"127.0.0.1:{port}", connect_timeout_s=6.0))

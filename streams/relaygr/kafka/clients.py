@@ -359,6 +359,7 @@ def require_broker(
     errors = ClientErrors("relaygr-connect", on_error, quiet=True)
     admin = _made(AdminClient, _config(kafka, "relaygr-connect", errors))
     started_s = time.monotonic()
+    is_silent = False
     while True:
         left_s = kafka.connect_timeout_s - (time.monotonic() - started_s)
         try:
@@ -369,16 +370,21 @@ def require_broker(
             last = KafkaError(KafkaError.BROKER_NOT_AVAILABLE)
             time.sleep(_NO_BROKER_S)
         except KafkaException as error:
+            is_first = errors.last is None
             admin.poll(0)
             last = errors.last or error.args[0]
+            if is_first and last.code() == KafkaError._ALL_BROKERS_DOWN:
+                # librdkafka reports only this, at once when connections are closed, and later when nothing answers.
+                is_silent = time.monotonic() - started_s >= SILENCE_MS / 1000
         elapsed_s = time.monotonic() - started_s
-        limit_s = kafka.connect_timeout_s * (_SHARE_WITH_A_CAUSE if errors.last is not None else 1.0)
+        has_cause = errors.last is not None and not is_silent
+        limit_s = kafka.connect_timeout_s * (_SHARE_WITH_A_CAUSE if has_cause else 1.0)
         stopped = stopping is not None and stopping.is_set()
         if last.code() in PERMANENT or elapsed_s >= limit_s or stopped:
-            raise RelayError(_unreachable(kafka, errors.cause, last, elapsed_s))
+            raise RelayError(_unreachable(kafka, errors.cause if has_cause else None, last, elapsed_s, is_silent))
 
 
-def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, elapsed_s: float) -> str:
+def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, elapsed_s: float, is_silent: bool) -> str:
     cause = cause or f"no answer within {elapsed_s:.1f} s"
     advice = "Check `bootstrap` (--bootstrap, RELAYGR_BOOTSTRAP), and that the broker is running"
     if kafka.security.protocol is not SecurityProtocol.PLAINTEXT:
@@ -387,8 +393,9 @@ def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, ela
     if error.code() == KafkaError._BAD_MSG:
         cause = "the server does not speak Kafka's protocol, or speaks it inside TLS"
         advice = f"Check `bootstrap`, and `security`: its protocol is {kafka.security.protocol}"
+    elif is_silent:
+        cause = f"it accepts connections and answered nothing within {elapsed_s:.1f} s: it is overloaded or stopped"
     elif error.code() == KafkaError._ALL_BROKERS_DOWN:
-        # librdkafka reports only this when the broker accepts connections and closes them.
         cause = "the broker closes connections without an answer; does it require TLS or SASL?"
         advice = f"Check `bootstrap`, and `security`: its protocol is {kafka.security.protocol}"
     elif error.code() in PERMANENT or _ABOUT_SECURITY.search(cause):
