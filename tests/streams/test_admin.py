@@ -19,6 +19,7 @@ import relaygr.cluster.admin
 from relaygr.cluster.admin import (
     SHARE_GROUP,
     _await_brokers,
+    _metadata,
     _topic_configs,
     check_topics,
     create_topics,
@@ -105,6 +106,25 @@ def test_a_command_ends_when_the_brokers_know_what_it_did_and_says_if_one_does_n
     broker = LateBroker(before, after, late=1000)
     with pytest.raises(RelayError, match=r"broker 1 does not know the (creation|deletion) of new after"):
         _await_brokers(KafkaSettings(), broker, ["new"], exist=exist)
+
+
+class NoBrokerAtFirst:
+    """A cluster whose controller takes its brokers for dead for a moment."""
+
+    def __init__(self, empty: int) -> None:
+        self.empty = empty
+
+    def list_topics(self, timeout: float) -> object:
+        self.empty -= 1
+        return SimpleNamespace(brokers={} if self.empty >= 0 else {1: SimpleNamespace(host="here", port=1)})
+
+
+def test_a_cluster_that_lists_no_broker_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster: Any = NoBrokerAtFirst(3)
+    assert _metadata(KafkaSettings(), cluster).brokers
+    monkeypatch.setattr(relaygr.cluster.admin, "ADMIN_TIMEOUT_S", 0.1)
+    with pytest.raises(RelayError, match="lists no broker"):
+        _metadata(KafkaSettings(), NoBrokerAtFirst(10**6))  # type: ignore[arg-type]
 
 
 @pytest.mark.kafka

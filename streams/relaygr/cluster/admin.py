@@ -413,10 +413,16 @@ def _await_brokers(kafka: KafkaSettings, admin: AdminClient, names: Collection[s
 
 
 def _metadata(kafka: KafkaSettings, admin: AdminClient) -> ClusterMetadata:
+    """Asks again while no broker is listed: the controller of a busy cluster may take all for dead for a moment."""
+    ends_s = time.monotonic() + ADMIN_TIMEOUT_S
     try:
-        return admin.list_topics(timeout=ADMIN_TIMEOUT_S)
+        while not (found := admin.list_topics(timeout=ADMIN_TIMEOUT_S)).brokers:
+            if time.monotonic() >= ends_s:
+                raise RelayError(f"Kafka at {kafka.bootstrap} lists no broker for {ADMIN_TIMEOUT_S:g} s.")
+            time.sleep(_LOOK_S)
     except KafkaException as error:
         raise RelayError(f"Kafka at {kafka.bootstrap} stopped answering: {error.args[0].str()}") from error
+    return found
 
 
 def _has_leaders(cluster: ClusterMetadata, name: str) -> bool:
