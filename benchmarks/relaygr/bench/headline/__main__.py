@@ -4,7 +4,7 @@
 
 plays three loads (no, 60 % and 90 % of the impressions by users who return) on each system through the whole pipeline,
 with two seeds, and then asks for the longest histories in virtual time. MLCommons' LoadGen sends the queries and judges
-each run. That takes about three hours on two cores. `--quick` has one seed, takes about twenty minutes, and is
+each run. That takes about three hours on two cores. `--quick` has one seed, takes about half an hour, and is
 indicative.
 
 The same command goes on after an interruption or after `--minutes`: every run is a row of a file in `--out`. `--report`
@@ -28,7 +28,7 @@ OUT = Path("build/headline")
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One seed, short runs: indicative, 20 minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One seed, short runs: indicative, half an hour.")] = False,
     broker: Annotated[str, typer.Option(metavar="auto|embedded|kafka|docker|HOST:PORT")] = "auto",
     minutes: Annotated[
         float | None, typer.Option(min=1, help="Begin nothing that would end later.", show_default="no limit")

@@ -117,7 +117,7 @@ class Effort:
 
 
 FULL = Effort("full", (1, 2), 30.0, 662, 15.0, 1.1)
-QUICK = Effort("quick", (1,), 10.0, 459, 6.0, 1.5, 400, tuple(TUNED)[:1], 2)
+QUICK = Effort("quick", (1,), 10.0, 662, 6.0, 1.5, 400, tuple(TUNED)[:1], 2)
 
 
 @dataclass(frozen=True, slots=True)
