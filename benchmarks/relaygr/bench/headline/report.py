@@ -279,8 +279,8 @@ def conditions(figures: Figures) -> str:
     told.append(
         "Sent and judged by `relaygr traffic`, before LoadGen did."
         if not by_loadgen
-        else "Arrivals, percentiles and verdicts are those of MLCommons' LoadGen, Server scenario (`loadgen` beside the "
-        "rows has its summaries); this is no result of MLPerf."
+        else "Arrivals, percentiles and verdicts are those of MLCommons' LoadGen, Server scenario (`loadgen` beside "
+        "the rows has its summaries); this is no result of MLPerf."
     )
     told.append("A hit is a request whose K,V were there, or were being computed, when it came.")
     if late:
