@@ -29,7 +29,7 @@ from confluent_kafka.admin import (
 from relaygr.cluster.admin_process import AdminProcess, CannotStart, ask
 from relaygr.cluster.rights import START_OF_CHECK_S, Role, require_rights, topics_of
 from relaygr.cluster.topic_check import Observed, ObservedTopic, TopicReport, count_conflicts, report
-from relaygr.kafka.clients import make_admin, require_broker
+from relaygr.kafka.clients import await_metadata, make_admin, require_broker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.topics import CATALOGUE, Topic
@@ -413,16 +413,10 @@ def _await_brokers(kafka: KafkaSettings, admin: AdminClient, names: Collection[s
 
 
 def _metadata(kafka: KafkaSettings, admin: AdminClient) -> ClusterMetadata:
-    """Asks again while no broker is listed: the controller of a busy cluster may take all for dead for a moment."""
-    ends_s = time.monotonic() + ADMIN_TIMEOUT_S
     try:
-        while not (found := admin.list_topics(timeout=ADMIN_TIMEOUT_S)).brokers:
-            if time.monotonic() >= ends_s:
-                raise RelayError(f"Kafka at {kafka.bootstrap} lists no broker for {ADMIN_TIMEOUT_S:g} s.")
-            time.sleep(_LOOK_S)
+        return await_metadata(admin, ADMIN_TIMEOUT_S)
     except KafkaException as error:
         raise RelayError(f"Kafka at {kafka.bootstrap} stopped answering: {error.args[0].str()}") from error
-    return found
 
 
 def _has_leaders(cluster: ClusterMetadata, name: str) -> bool:

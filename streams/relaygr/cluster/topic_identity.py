@@ -12,24 +12,23 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
 import structlog
-from confluent_kafka import KafkaError, KafkaException, TopicCollection
-from confluent_kafka.admin import AdminClient, ClusterMetadata
+from confluent_kafka import KafkaException, TopicCollection
+from confluent_kafka.admin import AdminClient
 
 from relaygr.cluster.admin import is_embedded
 from relaygr.cluster.admin_process import AdminProcess, CannotStart, ask
+from relaygr.kafka.clients import await_metadata
 from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
 
 _log = structlog.get_logger()
 
 _MARGIN_S: Final = 1.0
-_PAUSE_S: Final = 0.1
 INTERVAL_S: Final = 5.0
 TIMEOUT_S: Final = 2.0
 
@@ -115,23 +114,10 @@ def _limit_s(names: Collection[str], timeout_s: float) -> float:
     return (len(names) + 1) * timeout_s + _MARGIN_S
 
 
-def _metadata(admin: AdminClient, name: str, timeout_s: float) -> ClusterMetadata:
-    """Asks again after a connection was lost: librdkafka does not."""
-    ends_s = time.monotonic() + timeout_s
-    while True:
-        left_s = ends_s - time.monotonic()
-        try:
-            return admin.list_topics(name, timeout=max(_PAUSE_S, left_s))
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError._TRANSPORT or left_s <= _PAUSE_S:
-                raise
-            time.sleep(_PAUSE_S)
-
-
 def _identify(admin: AdminClient, names: Collection[str], timeout_s: float) -> TopicIdentity:
     ids = dict.fromkeys(names, "")
     for name in names:
-        metadata = _metadata(admin, name, timeout_s)
+        metadata = await_metadata(admin, timeout_s, name)
         error = metadata.topics[name].error
         if error is not None:
             raise KafkaException(error)

@@ -348,6 +348,28 @@ def fetch_metadata(producer: Producer, topic: str, timeout_s: float) -> None:
         raise RelayError(f"no metadata of {topic} within {timeout_s:g} s: {error.args[0].str()}") from error
 
 
+def await_metadata(admin: AdminClient, timeout_s: float, topic: str | None = None) -> ClusterMetadata:
+    """The metadata of all topics, or of one. Asks again, within the time, after a connection was lost, which librdkafka
+    does not, and while no broker is listed: a controller may take those of a busy machine for dead for a moment.
+
+    Raises KafkaException.
+    """
+    named = () if topic is None else (topic,)
+    ends_s = time.monotonic() + timeout_s
+    while True:
+        left_s = ends_s - time.monotonic()
+        try:
+            found = admin.list_topics(*named, timeout=max(_NO_BROKER_S, left_s))
+            if found.brokers:
+                return found
+            if left_s <= _NO_BROKER_S:
+                raise KafkaException(KafkaError(KafkaError.BROKER_NOT_AVAILABLE, "it lists no broker"))
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._TRANSPORT or left_s <= _NO_BROKER_S:
+                raise
+        time.sleep(_NO_BROKER_S)
+
+
 def require_broker(
     kafka: KafkaSettings, stopping: threading.Event | None = None, on_error: ErrorCallback | None = None
 ) -> ClusterMetadata:
@@ -359,7 +381,7 @@ def require_broker(
     errors = ClientErrors("relaygr-connect", on_error, quiet=True)
     admin = _made(AdminClient, _config(kafka, "relaygr-connect", errors))
     started_s = time.monotonic()
-    is_silent = False
+    failed_s: float | None = None
     while True:
         left_s = kafka.connect_timeout_s - (time.monotonic() - started_s)
         try:
@@ -370,18 +392,18 @@ def require_broker(
             last = KafkaError(KafkaError.BROKER_NOT_AVAILABLE)
             time.sleep(_NO_BROKER_S)
         except KafkaException as error:
-            is_first = errors.last is None
             admin.poll(0)
             last = errors.last or error.args[0]
-            if is_first and last.code() == KafkaError._ALL_BROKERS_DOWN:
-                # librdkafka reports only this, at once when connections are closed, and later when nothing answers.
-                is_silent = time.monotonic() - started_s >= SILENCE_MS / 1000
         elapsed_s = time.monotonic() - started_s
+        if failed_s is None and errors.last is not None:
+            failed_s = elapsed_s
+        # librdkafka reports only this, at once when connections are closed, and later when nothing answers.
+        is_silent = last.code() == KafkaError._ALL_BROKERS_DOWN and (failed_s or 0.0) >= SILENCE_MS / 1000
         has_cause = errors.last is not None and not is_silent
         limit_s = kafka.connect_timeout_s * (_SHARE_WITH_A_CAUSE if has_cause else 1.0)
         stopped = stopping is not None and stopping.is_set()
         if last.code() in PERMANENT or elapsed_s >= limit_s or stopped:
-            raise RelayError(_unreachable(kafka, errors.cause if has_cause else None, last, elapsed_s, is_silent))
+            raise RelayError(_unreachable(kafka, errors.cause, last, elapsed_s, is_silent))
 
 
 def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, elapsed_s: float, is_silent: bool) -> str:
