@@ -82,7 +82,7 @@ def _rank_of(place: int | None, result: RankingResult | None) -> int | None:
     return int((scores >= scores[place]).sum()) - 1
 
 
-class _TimedCall(NamedTuple):
+class TimedCall(NamedTuple):
     """A call at a given time, for one impression. Two of them differ in their sequence, so the rest is not compared."""
 
     at_us: int
@@ -90,7 +90,8 @@ class _TimedCall(NamedTuple):
     number: int
     may_be_left_out: bool
     """By a player that stops. Then all later calls of the impression are left out, too."""
-    make: Callable[[int], None]
+    make: Callable[[int], object]
+    """Called with `at_us`."""
 
 
 @record(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class Player:
     def _play(self, stream: Iterator[Impression]) -> None:
         """Makes the calls of all impressions in the order of their times. The calls of started ones are in a heap."""
         started_us = time.monotonic_ns() // 1000 + HISTORY_LEAD_US
-        calls: list[_TimedCall] = []
+        calls: list[TimedCall] = []
         sequence = itertools.count()
         dropped: set[int] = set()
         upcoming = next(stream, None)
@@ -186,11 +187,11 @@ class Player:
                 if calls and begins_us > calls[0].at_us:
                     break
                 for place, (at_us, make) in enumerate(self._calls_of(upcoming, started_us)):
-                    heapq.heappush(calls, _TimedCall(at_us, next(sequence), upcoming.number, place == 0, make))
+                    heapq.heappush(calls, TimedCall(at_us, next(sequence), upcoming.number, place == 0, make))
                 if upcoming.next_item is not None:
                     shown_us = started_us + upcoming.ranking_us + self._settings.budget_ms * 1000
                     publish = partial(self._publish_next, upcoming)
-                    heapq.heappush(calls, _TimedCall(shown_us, next(sequence), upcoming.number, True, publish))
+                    heapq.heappush(calls, TimedCall(shown_us, next(sequence), upcoming.number, True, publish))
                 upcoming = next(stream, None)
             if not calls:
                 continue

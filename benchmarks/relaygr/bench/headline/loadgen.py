@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Final, NamedTuple, ParamSpec
+from typing import Annotated, Any, Final, ParamSpec
 
 import mlperf_loadgen
 import typer
@@ -38,7 +38,7 @@ from relaygr.demo.summary import percentile
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.interpreter import tune_interpreter
 from relaygr.settings import load_settings
-from relaygr.traffic.player import Player, Request
+from relaygr.traffic.player import Player, Request, TimedCall
 from relaygr.traffic.population import population_of
 from relaygr.traffic.records import ImpressionRecord, RecordWriter, in_time
 from relaygr.traffic.schedule import HISTORY_LEAD_US, Impression
@@ -74,15 +74,6 @@ class _Query:
     issued_us: int
 
 
-class _Call(NamedTuple):
-    """A call at a given time. Two of them differ in their sequence, so the rest is not compared."""
-
-    at_us: int
-    sequence: int
-    make: Callable[[int], object]
-    """Called with `at_us`."""
-
-
 class LoadgenPlayer(Player):
     """Plays the warm-up by its own schedule, and every later impression when LoadGen issues a query."""
 
@@ -95,7 +86,7 @@ class LoadgenPlayer(Player):
         self._under_way: dict[int, _Query] = {}
         self._took_us: list[int] = [0] * queries
         self._sent_late_us: list[int] = [0] * queries
-        self._calls: list[_Call] = []
+        self._calls: list[TimedCall] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._has_ended = False
@@ -119,13 +110,13 @@ class LoadgenPlayer(Player):
         time.sleep(HISTORY_LEAD_US / 1e6)
         sender = threading.Thread(target=self._send, name="sender", daemon=True)
         sender.start()
-        self.judged = self._measured(partial(self._issue, coming, iter(measured[ahead:])))
+        self.judged = self._measured(first, partial(self._issue, coming, iter(measured[ahead:])))
         with self._changed:
             self._has_ended = True
             self._changed.notify()
         sender.join()
 
-    def _measured(self, issue: Callable[[list[Any]], None]) -> Judged:
+    def _measured(self, first: int, issue: Callable[[list[Any]], None]) -> Judged:
         """Returns when all queries are completed."""
         settings, logs = mlperf_loadgen.TestSettings(), mlperf_loadgen.LogSettings()
         settings.scenario = mlperf_loadgen.TestScenario.Server
@@ -153,6 +144,7 @@ class LoadgenPlayer(Player):
         ]
         return Judged(
             verdict=str(told["result_validity"]),
+            first=first,
             queries=int(told["result_query_count"]),
             over=int(told["result_overlatency_query_count"]),
             p50_ms=(told["result_50.00_percentile_latency_ns"] / 1000 - self._lead_us) / 1000,
@@ -168,7 +160,8 @@ class LoadgenPlayer(Player):
         for sample in samples:
             request = coming.popleft()
             query = _Query(sample.id, self._query_count - len(coming) - 1, now_us)
-            self._under_way[request.impression.number] = query
+            number = request.impression.number
+            self._under_way[number] = query
             calls: list[tuple[int, Callable[[int], object]]] = [
                 (now_us, partial(self._begin_query, request)),
                 (now_us + self._lead_us, partial(self._rank_query, query, request)),
@@ -178,7 +171,7 @@ class LoadgenPlayer(Player):
                 calls.append((now_us, partial(self._publish_if_new, upcoming)))
             with self._changed:
                 for at_us, make in calls:
-                    heapq.heappush(self._calls, _Call(at_us, next(self._numbers), make))
+                    heapq.heappush(self._calls, TimedCall(at_us, next(self._numbers), number, False, make))
                 self._changed.notify()
 
     # -- on the sender's thread --------------------------------------------------------------------
@@ -188,7 +181,7 @@ class LoadgenPlayer(Player):
         while (call := self._next_call()) is not None:
             call.make(call.at_us)
 
-    def _next_call(self) -> _Call | None:
+    def _next_call(self) -> TimedCall | None:
         """Waits until a call is due. None: the run has ended."""
         with self._changed:
             while not self._has_ended:

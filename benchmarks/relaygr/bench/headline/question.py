@@ -215,6 +215,8 @@ class Judged:
 
     verdict: str
     """VALID or INVALID."""
+    first: int
+    """The number of the first impression after the warm-up."""
     queries: int
     over: int
     """Queries beyond the target latency."""

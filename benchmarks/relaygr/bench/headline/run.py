@@ -51,9 +51,7 @@ from relaygr.simulate.case import case_of_load, is_cpu, shape_of
 from relaygr.simulate.demand import COLD_SHARE, Demand
 from relaygr.simulate.relay import RelaySimulation
 from relaygr.simulate.times import MeasuredTimes, learn, load_times, save_times
-from relaygr.traffic.population import population_of
 from relaygr.traffic.records import read_records
-from relaygr.traffic.schedule import impressions
 from relaygr.traffic.settings import TrafficSettings
 from relaygr.worker.calibration import QUICK_BUDGET_S, Calibration, calibrate, load_calibration, save_calibration
 from relaygr.worker.measuring import EngineMeter, bind_own_arena
@@ -216,10 +214,9 @@ class LiveBench:
             p99_ms=judged.p99_ms,
             lag_p99_ms=judged.lag_p99_ms,
             **figures_of(
-                read_records(records), _first_number(traffic, warm_up_s),
-                lambda tokens: plan.engine_us(self._on.alone.model, tokens),
+                read_records(records), judged.first, lambda tokens: plan.engine_us(self._on.alone.model, tokens)
             ),
-        )  # fmt: skip
+        )
 
     def _keep_summary(self, records: Path) -> None:
         """LoadGen's own words on each run, beside the rows."""
@@ -282,11 +279,6 @@ class LiveBench:
             finally:
                 if self._broker.ours:  # Of another broker the stack deletes them itself.
                     self._broker.delete_topics(settings)
-
-
-def _first_number(traffic: TrafficSettings, warm_up_s: float) -> int:
-    """The number of the first impression after the warm-up."""
-    return sum(each.retrieval_us < warm_up_s * 1e6 for each in impressions(traffic, population_of(traffic)))
 
 
 def _about(point: Point, plan: Plan, effort: str) -> dict[str, Any]:

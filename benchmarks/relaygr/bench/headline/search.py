@@ -1,7 +1,7 @@
 """Which runs are played, in which order. Every run is a row of `runs.csv`; one that is there is not played again.
 
 tuning     full inference at half load: the best variant, and whether it is as fast as the engine alone
-guess      the rates of each load and system in virtual time
+guess      the rates of each load and system with a cache in virtual time
 requests   the same on the broker, seed after seed, each search from the guess, or full inference, or the seed before
 scores     cached scores of a sample against full inference, once for each load and system
 history    the longest histories in virtual time
@@ -110,10 +110,10 @@ class Search:
     def live(self, bench: LiveBench) -> None:
         """Plays what is missing. Raises TimeIsUpError."""
         variant = self._tuned(bench)
-        starts = {(load, system): self._guess(load, system, variant) for load, system in _searched()}
         full = (LOADS[0], System.FULL)
-        # Half load was measured, and what was learnt from it may make the guess too low.
-        starts[full] = tuning_points(self._on.plan, self._effort)[0].rate_per_s
+        # Half load was measured, and what was learnt from it may make a guess too low.
+        starts = {full: tuning_points(self._on.plan, self._effort)[0].rate_per_s}
+        starts |= {key: self._guess(*key, variant) for key in _searched() if key != full}
         for seed in self._effort.seeds:
             for key in _searched():
                 # Those that keep K,V carry at least what full inference does.
