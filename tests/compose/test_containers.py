@@ -62,6 +62,7 @@ def running(checkout: Path) -> Iterator[Stack]:
         began_s = time.monotonic()
         up.compose("up", "--detach", timeout_s=LONG_S)
         healthy_s = time.monotonic() - began_s
+        healthy(up, "traffic")
         until(lambda: ranked(up.reading("traffic")) > 0, "a first answer", LONG_S)
         say(f"all healthy after {healthy_s:.0f} s, the first answer after {time.monotonic() - began_s:.0f} s")
         yield up
@@ -74,7 +75,7 @@ def ranked(gateway: Reading) -> float:
 def open_requests(gateway: Reading) -> float:
     """Those whose deadline has passed, and that neither a worker has answered nor Kafka refused."""
     timed_out = gateway.total("relaygr_gateway_requests_total", status="timed_out")
-    unsent = gateway.total("relaygr_gateway_lost_requests_total", acknowledged="false")
+    unsent = gateway.total("relaygr_gateway_lost_requests_total", acknowledged="no")
     return timed_out - unsent - gateway.total("relaygr_gateway_late_results_total")
 
 
@@ -88,7 +89,7 @@ def nothing_lost(stack: Stack) -> Iterator[None]:
     until(lambda: ranked(stack.reading("traffic")) > ranked(after) + ANSWERS, "answers", LONG_S)
     until(lambda: open_requests(stack.reading("traffic")) == 0, "an answer to each request", 240)
     now = stack.reading("traffic")
-    assert now.total("relaygr_gateway_lost_requests_total", acknowledged="true") == 0
+    assert now.total("relaygr_gateway_lost_requests_total", acknowledged="yes") == 0
     ended = now.by_label("relaygr_gateway_requests_total", "status")
     earlier = before.by_label("relaygr_gateway_requests_total", "status")
     kinds = {status: round(count - earlier.get(status, 0)) for status, count in ended.items()}
@@ -299,16 +300,17 @@ def test_a_worker_with_too_little_memory_says_so_and_one_with_what_it_asks_for_i
     small = {"WORKER_HBM_BYTES": "16MiB", "WORKER_DRAM_BYTES": "64MiB", "WORKER_HISTORY_MAX_BYTES": "64MiB"}
     traffic = {"BUDGET_MS": BUDGET_MS, "RATE_PER_S": "6", "USERS": "200"}
     with stack("relaygr-test-limit", checkout, **small, **traffic, WORKER_MEMORY_LIMIT="400m") as tight:
-        up = ("up", "--detach", "--scale", "worker-01=0", "--scale", "traffic=0")
-        tight.compose(*up, timeout_s=LONG_S)
+        # Compose waits for no health of a service that is named.
+        tight.compose("up", "--detach", "worker-00", timeout_s=LONG_S)
         until(lambda: "worker.dram_bytes" in tight.logs("worker-00"), "a refusal that names a setting", LONG_S)
         refusal = next(line for line in tight.logs("worker-00").splitlines() if "worker.dram_bytes" in line)
         say(refusal)
         tight.compose("down", "--volumes")
     with stack("relaygr-test-limit", checkout, **small, **traffic, WORKER_MEMORY_LIMIT="1536m") as fitting:
-        fitting.compose(*up, timeout_s=LONG_S)
-        healthy(fitting, "worker-00")
+        fitting.compose("up", "--detach", "trigger", "worker-00", timeout_s=LONG_S)
+        healthy(fitting, "trigger", "worker-00")
         fitting.compose("up", "--detach", "--no-deps", "traffic", timeout_s=LONG_S)
+        healthy(fitting, "traffic")
         until(lambda: ranked(fitting.reading("traffic")) > 200, "answers", LONG_S)
         say(memory(fitting))
         [worker] = [found for name, found in fitting.containers().items() if name == "worker-00"]

@@ -6,8 +6,8 @@
 #   set -a; . ./stand-ins.env; docker compose --project-directory compose up --build
 #
 # They differ from the published images in the base system and its packages (Debian's Python, Java and Prometheus), and in
-# the script that starts Kafka. SUITE and MIRROR choose the packages; CERTIFICATES names a file of authorities that the
-# machine's package index needs.
+# the script that starts Kafka. Ryuk, with which testcontainers removes what a killed process leaves, has no stand-in.
+# SUITE and MIRROR choose the packages; CERTIFICATES names a file of authorities that the machine's package index needs.
 set -eu
 : "${KAFKA_HOME:?name the folder of an Apache Kafka}"
 here=$(dirname "$(readlink -f "$0")")
@@ -48,4 +48,5 @@ cat <<'LINES'
 BASE_IMAGE=stand-in/debian:1
 KAFKA_IMAGE=stand-in/kafka:1
 PROMETHEUS_IMAGE=stand-in/prometheus:1
+TESTCONTAINERS_RYUK_DISABLED=true
 LINES
