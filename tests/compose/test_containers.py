@@ -95,6 +95,9 @@ def nothing_lost(stack: Stack) -> Iterator[None]:
     kinds = {status: round(count - earlier.get(status, 0)) for status, count in ended.items()}
     shown = ", ".join(f"{count} {status}" for status, count in kinds.items() if count)
     say(f"{time.monotonic() - began_s:.0f} s until all is as before; requests: {shown}")
+    for worker in ("worker-00", "worker-01"):
+        unranked = stack.reading(worker).by_label("relaygr_worker_unranked_total", "outcome")
+        say(f"{worker} since its start: { ({outcome: round(count) for outcome, count in unranked.items() if count}) }")
 
 
 def healthy(stack: Stack, *services: str) -> None:

@@ -33,9 +33,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return found
 
 
-def test_the_lengths_double_until_no_history_is_longer() -> None:
-    assert lengths_up_to(16) == lengths_up_to(3) == [16]
-    assert lengths_up_to(17) == [16, 32]
+def test_the_lengths_double_and_the_last_one_is_that_of_the_longest_history() -> None:
+    assert (lengths_up_to(3), lengths_up_to(16)) == ([3], [16])
+    assert lengths_up_to(17) == [16, 17]
+    assert lengths_up_to(200) == [16, 32, 64, 128, 200]
     assert lengths_up_to(1024) == [16, 32, 64, 128, 256, 512, 1024]
 
 
@@ -44,9 +45,10 @@ def test_each_point_has_the_same_users_and_the_last_one_serves_all(run: Run) -> 
     worth = evaluate_lengths(SPLIT, run, asked, lambda name, steps: None, lambda: None)
     users = np.flatnonzero(LOG.lengths >= 40)
     assert worth.users == users.size > 3
-    assert [point.length for point in worth.points] == [16, 32, 64]
+    longest = int((SPLIT.validation_ends - SPLIT.starts[:-1]).max())
+    assert [point.length for point in worth.points] == [16, 32, longest]
     assert {point.metrics[NDCG].users for point in worth.points} == {users.size}
-    assert worth.points[0].whole == users.size and worth.points[-1].whole == 0
+    assert worth.points[0].whole == users.size and worth.points[-1].whole >= 1
     last = worth.points[-1]
     assert last.against_whole == Estimate(0.0, 0.0, 0.0, users.size)
     checkpoint = load_checkpoint(run.checkpoint)
@@ -57,7 +59,7 @@ def test_each_point_has_the_same_users_and_the_last_one_serves_all(run: Run) -> 
     assert all(0 < point.hit_ms < point.full_ms for point in worth.points)
     none, all_fit = worth.deadlines
     assert none.loss is None and (none.truncated, none.relayed) == (0, 0)
-    assert all_fit.loss == last.against_whole and all_fit.truncated == all_fit.relayed == 64
+    assert all_fit.loss == last.against_whole and all_fit.truncated == all_fit.relayed == longest
 
 
 def test_of_a_log_split_at_one_time_those_who_did_not_come_later_are_not_judged(run: Run) -> None:

@@ -149,9 +149,9 @@ def evaluate_lengths(
 
 
 def lengths_up_to(longest: int) -> list[int]:
-    """16, 32, ... and the first power of two that is not shorter than the longest history, at least 16."""
+    """16, 32, ... while they are shorter than the longest history, and that one."""
     steps = max(0, math.ceil(math.log2(longest / SHORTEST)))
-    return [SHORTEST * 2**step for step in range(steps + 1)]
+    return [*(SHORTEST * 2**step for step in range(steps)), longest]
 
 
 def deadline_loss(deadline_ms: float, points: Sequence[LengthPoint], judged: dict[int, Judged]) -> DeadlineLoss:
@@ -173,12 +173,11 @@ def measured_times(
     engine = build_engine(checkpoint, open_device("cpu"), KvDtype.FLOAT32, DEFAULT_PAGE_TOKENS)
     bind_own_arena(engine)
     meter = EngineMeter(engine)
-    served = {length: min(length, checkpoint.config.max_prefix_behaviours) for length in lengths}
     found: dict[int, tuple[list[float], list[float]]] = {length: ([], []) for length in lengths}
     for turn in range(_ROUNDS + 1):
         for length in lengths:
-            pre_us = sum(point.duration_us for point in meter.prefix(served[length], _CHUNK_TOKENS))
-            hit_us = meter.rank(served[length], candidates).duration_us
+            pre_us = sum(point.duration_us for point in meter.prefix(length, _CHUNK_TOKENS))
+            hit_us = meter.rank(length, candidates).duration_us
             if turn:  # The first turn warms up.
                 found[length][0].append((pre_us + hit_us) / 1e3)
                 found[length][1].append(hit_us / 1e3)

@@ -35,7 +35,7 @@ from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.measuring import matrix_peak_gflops
 from relaygr.worker.model.attention.blocked import BlockedAttention
-from relaygr.worker.model.attention.choose import accelerated_attention
+from relaygr.worker.model.attention.choose import accelerated_attention, attention_for
 from relaygr.worker.model.attention.interface import AttentionBackend
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
@@ -169,10 +169,12 @@ class Contest:
 
 
 def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, AttentionBackend]:
-    """The base, then the back end made for the device, if there is one."""
-    for_device = accelerated_attention(spec, None, geometry, device)
-    found: dict[str, AttentionBackend] = {BASE: BlockedAttention(spec)}
-    return found if for_device is None else found | {for_device.name: for_device}
+    """The base, then the one that a worker takes on this device, if it is another one."""
+    base = BlockedAttention(spec)
+    served = accelerated_attention(spec, None, geometry, device)
+    if served is None:
+        served = attention_for(spec, None, device.torch_device.type, geometry).attention
+    return {BASE: base} if served.name == base.name else {BASE: base, served.name: served}
 
 
 def find_peers() -> dict[str, Callable[[Jagged], Work]]:

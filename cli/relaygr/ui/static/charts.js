@@ -253,7 +253,8 @@ export function distribution(container, runs, deadline_ms, label) {
     root.append(svg("path", { d: drawn, fill: "none", stroke: tone, "stroke-width": 2.4, "stroke-linejoin": "round" }));
     if (!end) return;
     labels.push(labelAt(end));
-    root.append(text(width - 2, labels.at(-1), `${run.title}: ${Math.round(end[1] * 100)} %${width < 420 ? "" : " answered whole"}`, { "text-anchor": "end", "font-weight": 600 }));
+    // 100 % means all.
+    root.append(text(width - 2, labels.at(-1), `${run.title}: ${Math.floor(end[1] * 100 + 1e-6)} %${width < 420 ? "" : " answered whole"}`, { "text-anchor": "end", "font-weight": 600 }));
   });
 }
 
