@@ -55,11 +55,23 @@ def results(*ndcg: float) -> list[ArmResult]:
 def test_supervision_is_recommended_unless_group_relative_is_better(gains: list[float], recommended: Arm) -> None:
     found = {Arm.SUPERVISED: results(*[0.2] * len(gains)), Arm.WEIGHTED: results(*[0.2] * len(gains)),
              Arm.GROUP_RELATIVE: results(*[0.2 + gain for gain in gains])}  # fmt: skip
-    compared = _compared({NDCG: 0.2}, found, Path("out"))
+    compared = _compared({NDCG: 0.2}, np.array([0.1, 0.3]), found, Path("out"))
     assert compared.recommended is recommended
     assert compared.sentence().startswith(f"The {recommended} arm is recommended (out/seed-0/{recommended}/checkpoint)")
     assert compared.over_seeds.mean == pytest.approx(np.mean(gains))
     assert next(row for row in compared.rows if row.arm is Arm.GROUP_RELATIVE).without_spread == 0.4
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [(0.15, "Its NDCG@10 less that of the ranker that all began with is +0.0500 (+0.0500 to +0.0500)."),
+     (0.25, "But its NDCG@10 less that of the ranker that all began with is -0.0500 (-0.0500 to -0.0500): keep that "
+            "ranker.")],
+)  # fmt: skip
+def test_a_ranker_that_post_training_does_not_beat_is_kept(start: float, end: str) -> None:
+    found = {arm: results(0.2, 0.2) for arm in Arm}
+    compared = _compared({NDCG: start}, np.array([start - 0.1, start + 0.1]), found, Path("out"))
+    assert compared.sentence().endswith(f"over 2 users. {end}")
 
 
 SMALL = PostTrainingOptions(
@@ -180,7 +192,8 @@ def test_the_command_compares_the_arms_and_its_checkpoint_is_deployed(tmp_path: 
     assert said.exit_code == 0, said.output
     last = said.output.strip().splitlines()[-1]
     found = json.loads((out / "metrics.json").read_text())
-    assert last.startswith(f"The {found['recommended']} arm is recommended ({out}") and last.endswith("users.")
+    assert last.startswith(f"The {found['recommended']} arm is recommended ({out}")
+    assert " users. " in last and "less that of the ranker that all began with is " in last
     assert {row["arm"] for row in found["rows"]} == set(Arm)
     assert {"ndcg@10", "hr@10", "auc", "log_loss", "calibration_error"} == set(found["start"])
     assert (out / "post-training.png").stat().st_size > 5000

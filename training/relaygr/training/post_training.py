@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from relaygr.training.card import post_trained_card
 from relaygr.training.group_relative import draw_slates, group_relative_loss, has_spread, slate_rewards
@@ -142,6 +143,10 @@ class Compared:
     over_users: Estimate
     """The same of the means over seeds; users are the sample."""
     recommended: Arm
+    less_start: Estimate
+    """NDCG@10 of the recommended arm, best checkpoints, less that of the ranker that all began with; users are the
+    sample.
+    """
     checkpoint: str
     """The recommended arm's with the best validation."""
     note: str = ""
@@ -153,8 +158,12 @@ class Compared:
             f"The {self.recommended} arm is recommended ({self.checkpoint}), because NDCG@10 of group-relative less "
             f"that of supervised is {'above zero' if is_better else 'not above zero'} in both 95 % intervals: "
             f"{self.over_seeds.with_interval()} over {self.over_seeds.users} seeds, {self.over_users.with_interval()} "
-            f"over {self.over_users.users:,} users."
+            f"over {self.over_users.users:,} users. {self._against_start()}"
         )
+
+    def _against_start(self) -> str:
+        less = f"NDCG@10 less that of the ranker that all began with is {self.less_start.with_interval()}"
+        return f"Its {less}." if self.less_start.low > 0 else f"But its {less}: keep that ranker."
 
 
 def post_train(job: Job, paths: list[Path], seeds: int, folder: Path) -> Compared:
@@ -176,7 +185,7 @@ def _train_and_compare(job: Job, seeds: int, run: Run) -> Compared:
         validations = [Validation(**each) for each in content.pop("validations")]
         found[arm].append(ArmResult(validations, **content))
     at_start = job.judged(dict(job.checkpoint.tensors), Part.TEST, "start")
-    compared = _compared(_test_metrics(at_start), found, folder)
+    compared = _compared(_test_metrics(at_start), at_start.values[NDCG], found, folder)
     run.write_json(METRICS_FILE, asdict(compared))
     drawn = {str(arm): [one.validations for one in found[arm]] for arm in Arm}
     return replace(compared, note=plot_post_training(folder / "post-training.png", drawn))
@@ -271,7 +280,10 @@ def _test_metrics(judged: Judged) -> dict[str, float]:
     return found
 
 
-def _compared(start: dict[str, float], found: Mapping[Arm, Sequence[ArmResult]], folder: Path) -> Compared:
+def _compared(
+    start: dict[str, float], start_ndcg: NDArray[np.float64], found: Mapping[Arm, Sequence[ArmResult]], folder: Path
+) -> Compared:
+    """`start_ndcg`: of the ranker that all began with, for each user of the test."""
     rows = [_row(arm, kept, found) for arm in Arm for kept in (BEST, FINAL)]
     over_seeds = next(row for row in rows if row.arm is Arm.GROUP_RELATIVE and row.kept == BEST).less_supervised[NDCG]
     of_users = {arm: np.mean([one.user_ndcg for one in found[arm]], axis=0) for arm in Arm}
@@ -279,7 +291,8 @@ def _compared(start: dict[str, float], found: Mapping[Arm, Sequence[ArmResult]],
     recommended = Arm.GROUP_RELATIVE if over_seeds.low > 0 and over_users.low > 0 else Arm.SUPERVISED
     seed = int(np.argmax([one.validation(BEST).ndcg for one in found[recommended]]))
     checkpoint = Run(folder / f"seed-{seed}" / recommended).checkpoint
-    return Compared(start, rows, over_seeds, over_users, recommended, str(checkpoint))
+    less_start = estimate(of_users[recommended] - start_ndcg)
+    return Compared(start, rows, over_seeds, over_users, recommended, less_start, str(checkpoint))
 
 
 def _row(arm: Arm, kept: str, found: Mapping[Arm, Sequence[ArmResult]]) -> Row:
