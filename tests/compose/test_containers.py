@@ -340,6 +340,29 @@ def test_the_pool_takes_prefixes(checkout: Path) -> None:
         say(f"{stored():.0f} objects; {memory(pooled)}")
 
 
+def test_owners_rank_on_what_a_pre_infer_worker_computed(checkout: Path) -> None:
+    """The image and the secret are there from the test before."""
+    text = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
+    [scenario] = re.findall(r"^echo .*RELAYGR_SCENARIOS.*$", text, re.MULTILINE)
+    [up] = re.findall(r"^docker compose .*--profile pre-infer up.*$", text, re.MULTILINE)
+    with stack("relaygr-test-pre-infer", checkout, BUDGET_MS=BUDGET_MS, RATE_PER_S="4", USERS="12") as pooled:
+        pooled.typed(scenario)
+        pooled.typed(f"{up.removesuffix('--build')} --detach", LONG_S)
+        healthy(pooled, "pre-infer-00", "traffic")
+
+        def loaded() -> float:
+            return sum(
+                pooled.reading(name).total("relaygr_pool_fetches_total", outcome="loaded")
+                for name in ("worker-00", "worker-01")
+            )
+
+        until(lambda: loaded() > 0, "a prefix that an owner loaded", LONG_S)
+        jobs = pooled.reading("pre-infer-00").by_label("relaygr_preinfer_pool_jobs_total", "event")
+        say(f"jobs of the pre-infer worker: {jobs}, {loaded():.0f} prefixes were loaded by owners")
+        assert jobs["prepared"] > 0
+    (checkout / "compose" / "settings.env").unlink()
+
+
 def test_the_broker_of_testcontainers_takes_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_docker()
     monkeypatch.setattr(docker_module, "IMAGE", os.environ.get("KAFKA_IMAGE", docker_module.IMAGE))

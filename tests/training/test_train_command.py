@@ -52,9 +52,10 @@ def test_a_trained_checkpoint_is_one_of_the_worker(run: Path) -> None:
 def test_evaluate_writes_a_table_and_a_plot(run: Path) -> None:
     done = train("evaluate", run, "--min-behaviours", "40", "--candidates", "16", "--deadline-ms", "1000")
     assert done.exit_code == 0, done.output
-    assert "T_full ms" in done.output and "Deadline 1000 ms: truncation serves 64" in done.output
     found = json.loads((run / "lengths.json").read_text())
-    assert [point["length"] for point in found["points"]] == [16, 32, 64]
+    *doubled, longest = [point["length"] for point in found["points"]]
+    assert doubled == [16, 32] and 32 < longest < 60, "the longest history is one without the test part"
+    assert "T_full ms" in done.output and f"Deadline 1000 ms: truncation serves {longest}" in done.output
     assert (run / "lengths.png").stat().st_size > 5000
 
 
