@@ -97,7 +97,8 @@ def nothing_lost(stack: Stack) -> Iterator[None]:
     say(f"{time.monotonic() - began_s:.0f} s until all is as before; requests: {shown}")
     for worker in ("worker-00", "worker-01"):
         unranked = stack.reading(worker).by_label("relaygr_worker_unranked_total", "outcome")
-        say(f"{worker} since its start: { ({outcome: round(count) for outcome, count in unranked.items() if count}) }")
+        shown = ", ".join(f"{count:.0f} {outcome}" for outcome, count in unranked.items() if count)
+        say(f"{worker} since its start: {shown or 'all ranked'}")
 
 
 def healthy(stack: Stack, *services: str) -> None:

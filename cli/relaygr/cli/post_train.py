@@ -40,8 +40,8 @@ def post_train_command(
 ) -> None:
     """Train a ranker on in three ways: supervised, weighted by exp(reward), and group-relative.
 
-    All have the same batches and steps. The last line recommends supervision, unless group-relative is better in pairs.
-    Other options are those of RUN.
+    All have the same batches and steps. The last line recommends supervision, unless group-relative is better in pairs,
+    and says whether that ranks better than RUN. Other options are those of RUN.
     """
     from relaygr.training.logs import usable
     from relaygr.training.post_training import Job, post_train
