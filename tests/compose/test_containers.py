@@ -40,6 +40,7 @@ AWAITED = {"broker": "healthy", "trigger": "healthy", "worker-00": "healthy", "w
 BUDGET_MS = "5000"
 """Of the traffic: a test is not about whether a busy machine is in time."""
 ANSWERS = 20
+POOL_FILES = ("--file", "compose.yaml", "--file", "pool.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -322,46 +323,45 @@ def test_a_worker_with_too_little_memory_says_so_and_one_with_what_it_asks_for_i
         assert fitting.reading("worker-00").total("relaygr_supervisor_replaced_total") == 0
 
 
-def test_the_pool_takes_prefixes(checkout: Path) -> None:
+@pytest.fixture(scope="module")
+def with_pool(checkout: Path) -> Path:
+    """The copy with the secret of the pool and the image that has its client."""
     text = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
     [secret] = re.findall(r"^openssl rand .*> pool-secret$", text, re.MULTILINE)
-    files = ("--file", "compose.yaml", "--file", "pool.yaml")
-    with stack("relaygr-test-pool", checkout, BUDGET_MS=BUDGET_MS, RATE_PER_S="4", USERS="12") as pooled:
-        pooled.typed(secret)
-        pooled.compose(*files, "build", "worker-00", timeout_s=2400)
-        pooled.compose(*files, "up", "--detach", timeout_s=LONG_S)
-
-        def stored() -> float:
-            return sum(
-                pooled.reading(name).total("relaygr_pool_objects_written_total", outcome="stored")
-                for name in ("worker-00", "worker-01")
-            )
-
-        until(lambda: stored() > 0, "prefixes in the pool", LONG_S)
-        say(f"{stored():.0f} objects; {memory(pooled)}")
+    with stack("relaygr-test-build", checkout) as built:
+        built.typed(secret)
+        built.compose(*POOL_FILES, "build", "worker-00", timeout_s=2400)
+    return checkout
 
 
-def test_owners_rank_on_what_a_pre_infer_worker_computed(checkout: Path) -> None:
-    """The image and the secret are there from the test before. The default deadline puts impressions at risk."""
+def of_owners(stack: Stack, name: str, outcome: str) -> float:
+    """The total of both workers."""
+    return sum(stack.reading(worker).total(name, outcome=outcome) for worker in ("worker-00", "worker-01"))
+
+
+def test_the_pool_takes_prefixes(with_pool: Path) -> None:
+    with stack("relaygr-test-pool", with_pool, BUDGET_MS=BUDGET_MS, RATE_PER_S="4", USERS="12") as pooled:
+        pooled.compose(*POOL_FILES, "up", "--detach", timeout_s=LONG_S)
+        stored = "relaygr_pool_objects_written_total"
+        until(lambda: of_owners(pooled, stored, "stored") > 0, "prefixes in the pool", LONG_S)
+        say(f"{of_owners(pooled, stored, 'stored'):.0f} objects; {memory(pooled)}")
+
+
+def test_owners_rank_on_what_a_pre_infer_worker_computed(with_pool: Path) -> None:
+    """The default deadline puts impressions at risk."""
     text = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
     [scenario] = re.findall(r"^echo .*RELAYGR_SCENARIOS.*$", text, re.MULTILINE)
     [up] = re.findall(r"^docker compose .*--profile pre-infer up.*$", text, re.MULTILINE)
-    with stack("relaygr-test-pre-infer", checkout, RATE_PER_S="4", USERS="12") as pooled:
+    with stack("relaygr-test-pre-infer", with_pool, RATE_PER_S="4", USERS="12") as pooled:
         pooled.typed(scenario)
         pooled.typed(f"{up.removesuffix('--build')} --detach", LONG_S)
         healthy(pooled, "pre-infer-00", "traffic")
-
-        def loaded() -> float:
-            return sum(
-                pooled.reading(name).total("relaygr_pool_fetches_total", outcome="loaded")
-                for name in ("worker-00", "worker-01")
-            )
-
-        until(lambda: loaded() > 0, "a prefix that an owner loaded", LONG_S)
+        fetches = "relaygr_pool_fetches_total"
+        until(lambda: of_owners(pooled, fetches, "loaded") > 0, "a prefix that an owner loaded", LONG_S)
         jobs = pooled.reading("pre-infer-00").by_label("relaygr_preinfer_pool_jobs_total", "event")
-        say(f"jobs of the pre-infer worker: {jobs}, {loaded():.0f} prefixes were loaded by owners")
+        say(f"jobs of the pre-infer worker: {jobs}, {of_owners(pooled, fetches, 'loaded'):.0f} prefixes were loaded")
         assert jobs["prepared"] > 0
-    (checkout / "compose" / "settings.env").unlink()
+    (with_pool / "compose" / "settings.env").unlink()
 
 
 def test_the_broker_of_testcontainers_takes_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from relaygr.worker.device import Device, open_device, set_threads
 from relaygr.worker.kv import KvDtype, KvGeometry
 from relaygr.worker.measuring import matrix_peak_gflops
 from relaygr.worker.model.attention.blocked import BlockedAttention
-from relaygr.worker.model.attention.choose import accelerated_attention, attention_for
+from relaygr.worker.model.attention.choose import choose_attention
 from relaygr.worker.model.attention.interface import AttentionBackend
 from relaygr.worker.model.attention.paged_kv import PagedKv
 from relaygr.worker.model.attention.segments import Segment
@@ -170,10 +170,7 @@ class Contest:
 
 def our_back_ends(spec: AttentionSpec, geometry: KvGeometry, device: Device) -> dict[str, AttentionBackend]:
     """The base, then the one that a worker takes on this device, if it is another one."""
-    base = BlockedAttention(spec)
-    served = accelerated_attention(spec, None, geometry, device)
-    if served is None:
-        served = attention_for(spec, None, device.torch_device.type, geometry).attention
+    base, served = BlockedAttention(spec), choose_attention(spec, None, geometry, device)
     return {BASE: base} if served.name == base.name else {BASE: base, served.name: served}
 
 
