@@ -351,8 +351,8 @@ def test_owners_rank_on_what_a_pre_infer_worker_computed(with_pool: Path) -> Non
     """The default deadline puts impressions at risk."""
     text = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
     [scenario] = re.findall(r"^echo .*RELAYGR_SCENARIOS.*$", text, re.MULTILINE)
-    [up] = re.findall(r"^docker compose .*--profile pre-infer up.*$", text, re.MULTILINE)
-    with stack("relaygr-test-pre-infer", with_pool, RATE_PER_S="4", USERS="12") as pooled:
+    [up] = re.findall(r"^USERS=.*--profile pre-infer up.*$", text, re.MULTILINE)
+    with stack("relaygr-test-pre-infer", with_pool, RATE_PER_S="4") as pooled:
         pooled.typed(scenario)
         pooled.typed(f"{up.removesuffix('--build')} --detach", LONG_S)
         healthy(pooled, "pre-infer-00", "traffic")
