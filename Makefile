@@ -43,9 +43,15 @@ test-main: $(VENV)/.installed-test ## all tests but outages, soaks, browsers and
 test-fast: $(VENV)/.installed-test ## the tests that are not slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-thorough: $(VENV)/.installed-test ## many more random sequences and inputs, before a release
-	RELAYGR_TEST_SOAK_OPERATIONS=1000000 RELAYGR_TEST_CACHE_SEQUENCES=1000 RELAYGR_TEST_FUZZ_EXAMPLES=5000 $(BIN)/pytest -n 2 \
-		tests/schemas/test_fuzz.py tests/workers/test_cache_soak.py tests/workers/test_cache_stateful.py $(PYTEST_ARGS)
+test-thorough: $(VENV)/.installed-test build/triton-oldest ## many more random sequences and inputs, and kernels, before a release
+	RELAYGR_TEST_SOAK_OPERATIONS=1000000 RELAYGR_TEST_CACHE_SEQUENCES=1000 RELAYGR_TEST_FUZZ_EXAMPLES=5000 RELAYGR_TEST_KERNEL_EXAMPLES=1000 \
+		$(BIN)/pytest -n 2 tests/schemas/test_fuzz.py tests/workers/test_cache_soak.py tests/workers/test_cache_stateful.py \
+		tests/workers/test_triton_programs.py $(PYTEST_ARGS)
+	RELAYGR_TEST_ALL_KERNELS=1 $(BIN)/pytest -n 2 tests/workers/test_triton_compiled.py $(PYTEST_ARGS)
+	PYTHONPATH=build/triton-oldest RELAYGR_TEST_ALL_KERNELS=1 $(BIN)/pytest -n 2 tests/workers/test_triton_compiled.py $(PYTEST_ARGS)
+
+build/triton-oldest: $(VENV)/.installed-test
+	$(BIN)/pip install --no-deps --target $@ "triton==3.4.*"
 
 test-newest: ## lint, types and all tests with the newest libraries that the ranges allow, in build/newest
 	$(MAKE) test VENV=build/newest PIP_ARGS="--upgrade --upgrade-strategy eager"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,10 +15,18 @@ from relaygr.worker.model.fused import FusedNorm, FusedOutput, OutputShape, fuse
 from relaygr.worker.model.hstu import HstuLayer, LayerOptions, LayerWeights, OutputFunction
 from relaygr.worker.model.layer_parts import LayerNorm
 from relaygr.worker.model.options import Activated, OutputForm
+from tests.worlds.programs import launches
 from tests.worlds.triton import DEVICE, INTERPRETED
 
 WIDTH = 12
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def programs_do_not_depend_on_one_another() -> Iterator[None]:
+    """In any test here."""
+    with launches():
+        yield
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:

@@ -208,7 +208,7 @@ def test_padding_tiles_do_not_count_when_keys_are_split() -> None:
     spec = AttentionSpec(2, 16, 16, 0.25, 37.0, compute_dtype=torch.bfloat16)
     attention = TritonAttention(spec, Wide(), blocks=BLOCKS)
     made = forward([SegmentRows(4000, 16, 128)])
-    assert attention.shape(attention.arrays(made.kv, made.segments)) == PlanShape(64, 132, stores=False)
+    assert attention.shape(made.kv, attention.arrays(made.kv, made.segments)) == PlanShape(64, 132, stores=False)
 
 
 class NoRecorder(Recorder):

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.bias import bucket_edges
@@ -32,31 +29,19 @@ from relaygr.worker.model.triton.launch import (
     tuned,
     tuned_attend,
 )
-from relaygr.worker.model.triton.plan import Capacity, MaskOptions, PlanShape, arrays_of, pack
-from tests.worlds.attention import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, RaggedForward, SegmentRows
-from tests.worlds.triton import BLOCKS, DEVICE, INTERPRETED
+from relaygr.worker.model.triton.plan import Capacity, PlanShape, arrays_of, pack
+from tests.worlds.attention import LAYER, LAYERS, MIXED, SHAPES, TOLERANCES, SegmentRows
+from tests.worlds.programs import launches
+from tests.worlds.triton import BLOCKS, DEVICE, INTERPRETED, Forward, nan_memory
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def new_memory_is_nan() -> Iterator[None]:
-    """So that a row which no program writes is found."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-class Forward(RaggedForward):
-    """One forward on the device that runs the kernels."""
-
-    def __init__(self, runs: list[SegmentRows], **options: Any) -> None:
-        super().__init__(runs, device=DEVICE, **options)
-
-    def attend(self) -> torch.Tensor:
-        back_end = TritonAttention(self.spec, DEVICE, self.biases, BLOCKS)
-        return back_end.begin(self.kv, self.segments).attend(LAYER, self.q, self.k, self.v)
+def programs_do_not_depend_on_one_another() -> Iterator[None]:
+    """In any test here, and a row that no program writes is NaN."""
+    with nan_memory(), launches():
+        yield
 
 
 @pytest.mark.parametrize("runs", SHAPES.values(), ids=SHAPES.keys())
@@ -90,13 +75,13 @@ def test_very_unequal_lengths(splits: int) -> None:
             SegmentRows(16, 16, 16),
         ]
     )
-    assert forward.error(packed_attend(forward, PlanShape(32, splits, True))) <= 2e-6
+    assert forward.error(forward.attend_by(PlanShape(32, splits, True))) <= 2e-6
 
 
 @pytest.mark.parametrize(("size", "splits"), [(2, 4), (3, 0), (50, 4), (400, 0)])
 def test_candidates_in_groups_see_earlier_ones_of_their_own(size: int, splits: int) -> None:
     forward = Forward([*MIXED, SegmentRows(40, 21, 70), SegmentRows(0, 16, 33)], group=size)
-    assert forward.error(packed_attend(forward, PlanShape(16, splits, True), Blocks(32))) <= 2e-6
+    assert forward.error(forward.attend_by(PlanShape(16, splits, True), Blocks(32))) <= 2e-6
 
 
 @pytest.mark.parametrize("shift", [-30.0, 200.0])
@@ -127,19 +112,9 @@ def test_types_of_the_compute_and_of_the_pages(compute: torch.dtype, stored: KvD
 @pytest.mark.parametrize("stored", KvDtype)
 def test_chunks_are_stored_rounded_and_nothing_else_is_written(stored: KvDtype) -> None:
     forward = Forward(MIXED, stored=stored, page_tokens=5)
-    expected_k, expected_v = (pages.clone() for pages in forward.values(LAYER))
-    others = [pages.clone() for pages in forward.values(0)]
-    for placed in place(forward.segments):
-        segment = placed.segment
-        for row, token in enumerate(range(segment.context_tokens, segment.stored_tokens), placed.start):
-            page, at = int(segment.pages[token // 5]), token % 5
-            expected_k[page, :, at] = forward.rounded(forward.k[row])
-            expected_v[page, :, at] = forward.rounded(forward.v[row])
+    expected = forward.stored()
     forward.attend()
-    for found, expected in zip(
-        (*forward.values(LAYER), *forward.values(0)), (expected_k, expected_v, *others), strict=True
-    ):
-        assert torch.equal(found, expected)
+    assert torch.equal(forward.kv.arena, expected)
 
 
 @pytest.mark.parametrize("stored", [dtype for dtype in KvDtype if dtype.is_scaled])
@@ -160,19 +135,19 @@ def test_rows_are_rounded_to_a_scaled_type_as_plain_torch_does(compute: torch.dt
 @pytest.mark.parametrize("splits", [2, 4, 16])
 def test_keys_split_among_programs_give_the_same_sums(splits: int) -> None:
     forward = Forward(MIXED)
-    assert forward.error(packed_attend(forward, PlanShape(32, splits, True))) <= 2e-6
+    assert forward.error(forward.attend_by(PlanShape(32, splits, True))) <= 2e-6
 
 
 @pytest.mark.parametrize("block_rows", [16, 64, 128])
 def test_any_rows_in_a_tile(block_rows: int) -> None:
     forward = Forward([*MIXED, SegmentRows(3, 150, 0)], compute=torch.float16)
-    assert forward.error(packed_attend(forward, PlanShape(block_rows, 0, True))) <= TOLERANCES[torch.float16]
+    assert forward.error(forward.attend_by(PlanShape(block_rows, 0, True))) <= TOLERANCES[torch.float16]
 
 
 @pytest.mark.parametrize("keys", [16, 32, 64])
 def test_any_keys_in_a_block(keys: int) -> None:
     forward = Forward(MIXED, page_tokens=32)
-    assert forward.error(packed_attend(forward, PlanShape(16, 0, True), Blocks(keys))) <= 2e-6
+    assert forward.error(forward.attend_by(PlanShape(16, 0, True), Blocks(keys))) <= 2e-6
 
 
 MASKS: dict[str, dict[str, int]] = {
@@ -200,19 +175,35 @@ BIASES = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_every_mask_of_a_full_pass_an_append_and_a_hit(mask: dict[str, int]) -> None:
     forward = Forward(EACH_PASS, **mask)
-    assert forward.error(packed_attend(forward, PlanShape(16, 24, True))) <= 2e-6
+    assert forward.error(forward.attend_by(PlanShape(16, 24, True))) <= 2e-6
+
+
+def test_a_window_that_begins_at_place_0_shows_all_contextual_tokens() -> None:
+    """They share that place, and fill a block of keys."""
+    forward = Forward([SegmentRows(35, 5, 0), SegmentRows(35, 0, 3)], contextual=20, window=16)
+    assert forward.error(forward.attend_by(PlanShape(16, 0, True))) <= 2e-6
+
+
+def test_sums_are_not_rounded_to_the_type_of_the_rows() -> None:
+    """321 keys add 8 each: bfloat16 has no number between 2560 and 2576."""
+    forward = Forward([SegmentRows(321, 1, 0)], dqk=16, compute=torch.bfloat16, stored=KvDtype.BFLOAT16)
+    forward.q.fill_(2.0)
+    for keys, values in ((forward.k, forward.v), (forward.kv.k(LAYER), forward.kv.v(LAYER))):
+        keys.fill_(1.0)
+        values.fill_(1.0)
+    assert forward.error(forward.attend()) <= 1e-3
 
 
 @pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
 def test_every_bias_of_a_full_pass_an_append_and_a_hit(bias: RelativeBias) -> None:
     forward = Forward(EACH_PASS, relative_bias=bias)
-    assert forward.error(packed_attend(forward, PlanShape(16, 0, True))) <= 2e-6
+    assert forward.error(forward.attend_by(PlanShape(16, 0, True))) <= 2e-6
 
 
 def test_every_option_of_mask_and_bias_together() -> None:
     options = MASKS["contextual, window and groups"]
     forward = Forward(EACH_PASS, relative_bias=BIASES["bias by position and time"], **options)
-    assert forward.error(packed_attend(forward, PlanShape(32, 24, True), Blocks(32))) <= 2e-6
+    assert forward.error(forward.attend_by(PlanShape(32, 24, True), Blocks(32))) <= 2e-6
 
 
 @pytest.mark.parametrize("log_base", [0.301, 1e-3, 3.7e-4])
@@ -225,7 +216,7 @@ def test_a_time_at_the_edge_of_a_bucket_falls_into_the_bucket_of_the_formula(log
     forward = Forward([SegmentRows(apart.size, 0, 1)], relative_bias=config)
     keys = np.append(-apart, 0)
     forward.segments = [replace(forward.segments[0], times=SegmentTimes(keys, np.zeros(1, np.int64)))]
-    assert forward.error(packed_attend(forward, PlanShape(16, 0, False), Blocks(64))) <= 2e-6
+    assert forward.error(forward.attend_by(PlanShape(16, 0, False), Blocks(64))) <= 2e-6
 
 
 def test_a_bias_by_time_needs_times() -> None:
@@ -243,40 +234,18 @@ def test_a_plan_with_room_to_spare_gives_the_same_rows() -> None:
     arrays = attention.arrays(forward.kv, forward.segments)
     size = arrays.capacity
     capacity = Capacity(size.rows + 9, 12, size.pages + 5, size.key_times + 7)
-    plan = attention.packed(forward.kv, arrays, attention.shape(arrays), capacity)
+    plan = attention.packed(forward.kv, arrays, attention.shape(forward.kv, arrays), capacity)
     more = [torch.cat((x, torch.full_like(x[:9], torch.nan))) for x in (forward.q, forward.k, forward.v)]
     assert torch.equal(attention.started(forward.kv, plan).attend(LAYER, *more)[: size.rows], own)
 
 
 def test_a_neighbour_changes_nothing() -> None:
     forward = Forward(MIXED)
-    together, segments = packed_attend(forward, PlanShape(16, 0, True)), forward.segments
+    together, segments = forward.attend_by(PlanShape(16, 0, True)), forward.segments
     for placed in place(segments):
         forward.segments = [placed.segment]
-        alone = packed_attend(forward, PlanShape(16, 0, placed.segment.stores), rows=placed.rows)
+        alone = forward.attend_by(PlanShape(16, 0, placed.segment.stores), rows=placed.rows)
         assert torch.equal(alone, together[placed.rows])
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    runs=st.lists(
-        st.builds(SegmentRows, st.integers(0, 70), st.integers(0, 40), st.integers(0, 20)),
-        min_size=1,
-        max_size=6,
-    ),
-    page_tokens=st.integers(1, 40),
-    dqk=st.integers(1, 20),
-    dv=st.integers(1, 20),
-    splits=st.sampled_from([0, 2, 12]),
-    group=st.integers(1, 9),
-    seed=st.integers(0, 2**16),
-)
-def test_any_forward(
-    runs: list[SegmentRows], page_tokens: int, dqk: int, dv: int, splits: int, group: int, seed: int
-) -> None:
-    forward = Forward(runs, page_tokens=page_tokens, dqk=dqk, dv=dv, group=group, seed=seed)
-    stores = any(run.stores for run in runs)
-    assert forward.error(packed_attend(forward, PlanShape(32, splits, stores))) <= 2e-6
 
 
 @pytest.mark.parametrize("page_tokens", [8, 32], ids=["a block over pages", "a block within a page"])
@@ -364,22 +333,6 @@ def test_the_tuners_choice_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> Non
     pages = LayerPages(forward.kv.k(LAYER), forward.kv.v(LAYER))
     formula = Formula(forward.spec.alpha, 37.0)
     assert tuned(forward.q, forward.k, forward.v, pages, on_device, formula) == Blocks(64, 8, 3)
-
-
-def packed_attend(
-    forward: Forward,
-    shape: PlanShape,
-    blocks: Blocks = BLOCKS,
-    rows: slice = slice(None),
-) -> torch.Tensor:
-    """The forward with programs of that shape, which a back end chooses by device and sizes."""
-    spec = forward.spec
-    attention = TritonAttention(spec, DEVICE, forward.biases, blocks)
-    arrays = attention.arrays(forward.kv, forward.segments)
-    mask = MaskOptions(spec.contextual_tokens, spec.max_attn_len, spec.min_full_attn_len, spec.target_group_size)
-    plan = pack(arrays, forward.kv.geometry.page_tokens, shape, arrays.capacity, mask, least_keys=8)
-    out = attention.started(forward.kv, plan).attend(LAYER, forward.q[rows], forward.k[rows], forward.v[rows])
-    return out.unflatten(1, (spec.num_heads, spec.hidden_dim))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no GPU: there is nothing to tune")

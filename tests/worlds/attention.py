@@ -50,6 +50,14 @@ def random_biases(config: RelativeBias, device: Device, seed: int) -> RelativeBi
     return RelativeBiases(config, tables(2 * config.positions - 1), times)
 
 
+Part = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _parts(kv: PagedKv, layer: int) -> list[Part]:
+    """The pages of K and of V of a layer, each with its exponents."""
+    return list(zip((kv.k(layer), kv.v(layer)), kv.exponents(layer) or (None, None), strict=True))
+
+
 class RaggedForward:
     """Random rows of some segments over an arena that holds random K,V; pages lie in any order."""
 
@@ -127,9 +135,41 @@ class RaggedForward:
         if stored.is_scaled:
             self.k, self.v = self.rounded(self.k), self.rounded(self.v)
 
-    def _parts(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The pages of K and of V of a layer, each with its exponents."""
-        return list(zip((self.kv.k(layer), self.kv.v(layer)), self.kv.exponents(layer) or (None, None), strict=True))
+    def _parts(self, layer: int) -> list[Part]:
+        return _parts(self.kv, layer)
+
+    def with_guards(self) -> torch.Tensor:
+        """Fills the arena with NaN, except the tokens that the segments read. Returns a copy of it."""
+        kept = PagedKv(self.kv.arena.clone(), self.kv.geometry)
+        self.kv.arena.fill_(0xFF)
+        for segment in self.segments:
+            for token in range(segment.context_tokens):
+                page, at = self._place(segment, token)
+                for (pages, exponents), (old_pages, old_exponents) in zip(
+                    self._parts(LAYER), _parts(kept, LAYER), strict=True
+                ):
+                    pages[page, :, at] = old_pages[page, :, at]
+                    if exponents is not None and old_exponents is not None:
+                        exponents[page, :, at] = old_exponents[page, :, at]
+        return self.kv.arena.clone()
+
+    def stored(self) -> torch.Tensor:
+        """The arena after the forward: the rows of chunks are in their places, rounded, and nothing else is written."""
+        after = PagedKv(self.kv.arena.clone(), self.kv.geometry)
+        for placed in place(self.segments):
+            segment = placed.segment
+            for row, token in enumerate(range(segment.context_tokens, segment.stored_tokens), placed.start):
+                page, at = self._place(segment, token)
+                for (pages, exponents), values in zip(_parts(after, LAYER), (self.k, self.v), strict=True):
+                    if exponents is None:
+                        pages[page, :, at] = values[row].to(pages.dtype)
+                    else:
+                        pages[page, :, at], exponents[page, :, at] = scaled(values[row], self.kv.geometry.dtype)
+        return after.arena
+
+    def _place(self, segment: Segment, token: int) -> tuple[int, int]:
+        """The page of a segment's token, and its place there."""
+        return int(segment.pages[token // self.kv.geometry.page_tokens]), token % self.kv.geometry.page_tokens
 
     def values(self, layer: int) -> list[torch.Tensor]:
         """K and V [pages, heads, page_tokens, dim] of a layer, float32 if they are scaled."""
@@ -200,9 +240,8 @@ class RaggedForward:
 
     def context(self, pages: torch.Tensor, segment: Segment) -> torch.Tensor:
         """float64 [context tokens, heads, dim]"""
-        tokens = range(segment.context_tokens)
-        size = self.kv.geometry.page_tokens
-        found = [pages[int(segment.pages[token // size]), :, token % size] for token in tokens]
+        places = [self._place(segment, token) for token in range(segment.context_tokens)]
+        found = [pages[page, :, at] for page, at in places]
         return torch.stack(found).double().cpu() if found else torch.empty((0, *pages.shape[1::2])).double()
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ the interpreter the few instructions of a GPU that the kernels name, so that wha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpr
 
 from relaygr.worker.model.triton.attention import TritonAttention  # noqa: E402
 from relaygr.worker.model.triton.launch import Blocks  # noqa: E402
+from relaygr.worker.model.triton.plan import MaskOptions, PlanShape, pack  # noqa: E402
+from tests.worlds.attention import LAYER, RaggedForward, SegmentRows  # noqa: E402
 
 BLOCKS = Blocks(keys=16)
 """The interpreter has no clock to tune by, and a GPU would tune for minutes: each small shape is a kind of its own."""
@@ -44,6 +47,39 @@ def choose_triton(
 ) -> TritonAttention:
     """An `AttentionChooser`."""
     return TritonAttention(spec, device, biases, BLOCKS)
+
+
+@contextmanager
+def nan_memory() -> Iterator[None]:
+    """New memory is NaN, so that a row which no program writes is found."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Forward(RaggedForward):
+    """One forward on the device that runs the kernels."""
+
+    def __init__(self, runs: list[SegmentRows], **options: Any) -> None:
+        super().__init__(runs, device=DEVICE, **options)
+
+    def attend(self) -> torch.Tensor:
+        """With the programs that the back end chooses."""
+        back_end = TritonAttention(self.spec, DEVICE, self.biases, BLOCKS)
+        return back_end.begin(self.kv, self.segments).attend(LAYER, self.q, self.k, self.v)
+
+    def attend_by(self, shape: PlanShape, blocks: Blocks = BLOCKS, rows: slice = slice(None)) -> torch.Tensor:
+        """With programs of that shape: [rows, heads, dv]. `rows`: the rows of the segments, if those were changed."""
+        spec = self.spec
+        attention = TritonAttention(spec, DEVICE, self.biases, blocks)
+        arrays = attention.arrays(self.kv, self.segments)
+        mask = MaskOptions(spec.contextual_tokens, spec.max_attn_len, spec.min_full_attn_len, spec.target_group_size)
+        plan = pack(arrays, self.kv.geometry.page_tokens, shape, arrays.capacity, mask, least_keys=8)
+        out = attention.started(self.kv, plan).attend(LAYER, self.q[rows], self.k[rows], self.v[rows])
+        return out.unflatten(1, (spec.num_heads, spec.hidden_dim))
 
 
 _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot

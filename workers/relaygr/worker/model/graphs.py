@@ -118,7 +118,7 @@ class GraphableAttention(AttentionBackend, Protocol):
 
     def arrays(self, kv: PagedKv, segments: Sequence[Segment]) -> SegmentArrays: ...
 
-    def shape(self, arrays: SegmentArrays) -> PlanShape: ...
+    def shape(self, kv: PagedKv, arrays: SegmentArrays) -> PlanShape: ...
 
     def packed(self, kv: PagedKv, arrays: SegmentArrays, shape: PlanShape, capacity: Capacity) -> PackedPlan: ...
 
@@ -212,7 +212,7 @@ class GraphRunner:
             bucket(max(own.pages, _LEAST_PAGES)),
             bucket(max(own.key_times, _LEAST_TIMES)) if own.key_times else 0,
         )
-        key = _Key(capacity, self._attention.shape(arrays))
+        key = _Key(capacity, self._attention.shape(kv, arrays))
         plan = self._attention.packed(kv, arrays, key.shape, capacity)
         graph = self._find(key)
         if graph is None and self._is_known(key) and self._may_capture():

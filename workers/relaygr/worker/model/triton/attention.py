@@ -83,7 +83,7 @@ class TritonAttention:
 
     def begin(self, kv: PagedKv, segments: Sequence[Segment]) -> TritonPass:
         arrays = self.arrays(kv, segments)
-        plan = self.packed(kv, arrays, self.shape(arrays), arrays.capacity)
+        plan = self.packed(kv, arrays, self.shape(kv, arrays), arrays.capacity)
         return self.started(kv, plan)
 
     def arrays(self, kv: PagedKv, segments: Sequence[Segment]) -> SegmentArrays:
@@ -93,12 +93,13 @@ class TritonAttention:
         list(place(segments))
         return arrays_of(segments, kv.geometry.page_tokens, self._needs_times)
 
-    def shape(self, arrays: SegmentArrays) -> PlanShape:
+    def shape(self, kv: PagedKv, arrays: SegmentArrays) -> PlanShape:
         """The launch parameters for these segments."""
         spec = self._spec
         longest_rows = int(arrays.rows.max(initial=0))
         widest = max(spec.attention_dim, spec.hidden_dim)
-        block_rows = choose_block_rows(spec.compute_dtype, longest_rows, widest, spec.has_bias)
+        is_scaled = kv.geometry.dtype.is_scaled
+        block_rows = choose_block_rows(spec.compute_dtype, longest_rows, widest, spec.has_bias, is_scaled)
         keys = tiles_of(arrays, block_rows, self._mask).keys
         splits = bool((split_counts(keys, self._room) > 1).any())
         return PlanShape(block_rows, self._room if splits else 0, bool(arrays.stores.any()))

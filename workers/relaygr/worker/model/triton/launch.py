@@ -113,17 +113,22 @@ class DevicePlan:
         self.following = packed[plan.following_at :].view(torch.int64)
 
 
-def choose_block_rows(dtype: torch.dtype, longest_rows: int, widest_dim: int, has_bias: bool = False) -> int:
+def choose_block_rows(
+    dtype: torch.dtype, longest_rows: int, widest_dim: int, has_bias: bool = False, is_scaled: bool = False
+) -> int:
     """Rows of a tile. A tile with more rows reads K,V less often, but its sums must fit into registers.
 
-    By the compiler's register counts for sm_90 (tests/workers/hopper_process.py), float32 tiles above 32 x 128 spill. A
-    bias needs registers for each pair of a row and a key.
+    `is_scaled`: K,V are stored in a scaled type.
+
+    By the compiler's words for sm_90 (tests/workers/compiled_kernels.py), float32 tiles above 32 x 128 spill, and with
+    K,V that are widened, 128 rows spill or have their `wgmma` serialised. A bias needs registers for each pair of a row
+    and a key.
     """
     if dtype is torch.float32:
         return 32 if widest_dim <= 128 and not has_bias else 16
     if has_bias:
         return 64 if widest_dim <= 128 else 32
-    return 128 if longest_rows >= 512 and widest_dim <= 128 else 64
+    return 128 if longest_rows >= 512 and widest_dim <= 128 and not is_scaled else 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,23 +330,26 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages,
         raise ValueError("the tokens of a page must be contiguous")
 
 
-def fitting_configs(configs: list[triton.Config], _: dict[str, object], **fixed: object) -> list[triton.Config]:
+def fitting_configs(configs: list[triton.Config], named: dict[str, object], **fixed: object) -> list[triton.Config]:
     """The configurations that spill no more than 100 bytes of registers a thread on sm_90; at least one.
 
-    Measured with tests/workers/hopper_process.py: 128 x 128 without bias spills 96 bytes, and 64 x 64 with every option
-    48. The tuner decides whether that costs more than it wins.
+    Measured with tests/workers/compiled_kernels.py: 128 x 128 without bias spills 100 bytes, and 64 x 64 with every
+    option 48. The tuner decides whether that costs more than it wins. With K,V that are widened, the compiler
+    serialises `wgmma` in all but blocks of 64 x 64.
     """
     is_float32 = fixed["PRECISION"] == "ieee"
     has_bias = bool(fixed["POSITIONS"] or fixed["TIMES"])
     dim = max(int(str(fixed["PAD_QK"])), int(str(fixed["PAD_V"])))
     large = int(str(fixed["BLOCK_M"])) > 64
+    is_scaled = named.get("k_exponents_ptr") is not None
 
     def fits(config: triton.Config) -> bool:
         keys = config.kwargs["BLOCK_N"]
         if is_float32:
             in_range = keys <= (16 if has_bias or dim > 128 else 32)
         else:
-            in_range = 32 <= keys <= (128 if not has_bias else 64 if dim <= 128 else 32)
+            least, most = (64 if is_scaled and not has_bias else 32), (64 if is_scaled else 128)
+            in_range = least <= keys <= (most if not has_bias else 64 if dim <= 128 else 32)
         needs_8_warps = dim > 128 or large or (has_bias and dim > 64 and keys > 32)
         return in_range and (config.num_warps == 8 or not needs_8_warps)
 

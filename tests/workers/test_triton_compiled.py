@@ -1,0 +1,72 @@
+"""The kernels compile for GPUs on any machine: Triton brings its compiler, which needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERATED_SPILL_BYTES = 100
+"""Of a thread, in blocks that the tuner may choose: it decides whether that costs more than it wins."""
+DIMENSIONS = (64, 128, 256)
+NARROW = (
+    "bfloat16",
+    "float16 on bfloat16 pages",
+    "bfloat16 on float8 pages",
+    "bfloat16 on int8 pages",
+    "bfloat16 on int8 pages, every bias",
+    "bfloat16, every mask",
+    "bfloat16, every bias",
+    "bfloat16, every mask and bias",
+)
+"""Kinds whose products are for tensor cores."""
+WIDE = ("float32", "float32, every bias")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is there for Linux only"),
+]
+
+
+def compiled(*arguments: str) -> dict[str, Any]:
+    """The report of `compiled_kernels.py`, in a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.workers.compiled_kernels", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def test_each_kernel_compiles_for_hopper_fits_it_and_uses_its_tensor_cores() -> None:
+    for kernel, found in compiled("sm_90").items():
+        assert found["fits"] and found["spilled_bytes"] == 0 and not found["notes"], (kernel, found)
+        is_attention = not kernel.startswith(("input norm", "output", "store", "round", "join"))
+        assert (found["tensor_products"] > 0) == (is_attention and "float16" in kernel), kernel
+        assert (found["async_copies"] > 0) == is_attention, kernel
+
+
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100"] if "RELAYGR_TEST_ALL_KERNELS" in os.environ else [])
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize("kind", NARROW + WIDE)
+def test_whatever_the_tuner_chooses_is_good_code(kind: str, dimension: int, gpu: str) -> None:
+    report = compiled(gpu, f"{kind}, dimension {dimension}")
+    fitting = {blocks: found for blocks, found in report.items() if found["fits"]}
+    assert any(found["spilled_bytes"] == 0 for found in fitting.values()), report
+    for blocks, found in fitting.items():
+        assert found["spilled_bytes"] <= TOLERATED_SPILL_BYTES and not found["notes"], (blocks, found)
+        assert (found["tensor_products"] > 0) == (kind in NARROW), (blocks, found)
+        assert found["async_copies"] > 0, (blocks, found)
