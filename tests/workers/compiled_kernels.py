@@ -45,7 +45,8 @@ class Gpu:
     target: GPUTarget
     shared_bytes: int
     """Of one program; all programs of a multiprocessor share 1 KiB more."""
-    tensor_instruction: str
+    own_product: str
+    """The instruction for tensor cores that this GPU is faster by, as a pattern."""
 
 
 GPUS = {
@@ -65,6 +66,8 @@ class Compiled:
     shared_bytes: int
     tensor_products: int
     """Instructions for tensor cores."""
+    own_products: int
+    """Of these, the fastest kind of this GPU."""
     async_copies: int
     notes: list[str]
     """Of ptxas, on performance."""
@@ -161,7 +164,8 @@ def described(gpu: Gpu, made: Any, said: str, warps: int) -> Compiled:
         registers=used,
         spilled_bytes=max(map(int, spilled.groups())),
         shared_bytes=shared,
-        tensor_products=len(re.findall(gpu.tensor_instruction, made.asm["ptx"])),
+        tensor_products=len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", made.asm["ptx"])),
+        own_products=len(re.findall(gpu.own_product, made.asm["ptx"])),
         async_copies=made.asm["ptx"].count("cp.async.c"),
         notes=re.findall(r".*[Pp]erformance.*", said),
         programs=min(rooms),

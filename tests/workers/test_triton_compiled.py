@@ -55,7 +55,8 @@ def test_each_kernel_compiles_for_hopper_fits_it_and_uses_its_tensor_cores() -> 
     for kernel, found in compiled("sm_90").items():
         assert found["fits"] and found["spilled_bytes"] == 0 and not found["notes"], (kernel, found)
         is_attention = not kernel.startswith(("input norm", "output", "store", "round", "join"))
-        assert (found["tensor_products"] > 0) == (is_attention and "float16" in kernel), kernel
+        uses_tensor_cores = is_attention and "float16" in kernel
+        assert (found["tensor_products"] > 0, found["own_products"] > 0) == (uses_tensor_cores,) * 2, kernel
         assert (found["async_copies"] > 0) == is_attention, kernel
 
 
@@ -68,5 +69,5 @@ def test_whatever_the_tuner_chooses_is_good_code(kind: str, dimension: int, gpu:
     assert any(found["spilled_bytes"] == 0 for found in fitting.values()), report
     for blocks, found in fitting.items():
         assert found["spilled_bytes"] <= TOLERATED_SPILL_BYTES and not found["notes"], (blocks, found)
-        assert (found["tensor_products"] > 0) == (kind in NARROW), (blocks, found)
+        assert (found["tensor_products"] > 0, found["own_products"] > 0) == (kind in NARROW,) * 2, (blocks, found)
         assert found["async_copies"] > 0, (blocks, found)

@@ -273,7 +273,7 @@ def conditions(figures: Figures) -> str:
         f"alone; {several if len(figures.seeds) > 1 else 'one seed, so a figure may be off by a step of its search'}.",
         f"{first.machine}; {first.broker}, on the same cores; {_days(first, last)}, code {codes}; "
         f"{len(figures.live)} runs, effort {figures.effort.name}: about {min(seconds):.0f} to {max(seconds):.0f} s and "
-        f"{min(offered)} to {max(offered)} requests each.",
+        f"{' to '.join(map(str, sorted({min(offered), max(offered)})))} requests each.",
         f"Full inference: {tuned}, {f'the best of {variants} variants' if variants > 1 else 'no other variant tried'}.",
     ]
     told.append(
