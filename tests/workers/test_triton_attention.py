@@ -291,12 +291,18 @@ def test_rows_that_are_not_the_plans_are_refused() -> None:
         started.attend(LAYER, forward.q.transpose(1, 2).contiguous().transpose(1, 2), forward.k, forward.v)
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("pad", [16, 64, 128, 256, 1024])
 @pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_there_is_always_a_configuration_to_try_and_never_many(precision: str, block_rows: int, pad: int) -> None:
-    fixed = {"PRECISION": precision, "BLOCK_M": block_rows, "PAD_QK": 16, "PAD_V": pad, "POSITIONS": 9, "TIMES": False}
-    assert 1 <= len(fitting_configs(tuned_attend.configs, {}, **fixed)) <= 18
+def test_there_is_always_a_configuration_to_try_and_never_many(
+    precision: str, block_rows: int, pad: int, is_scaled: bool
+) -> None:
+    named: dict[str, object] = {"k_exponents_ptr": torch.empty(0) if is_scaled else None}
+    fixed = {"PRECISION": precision, "BLOCK_M": block_rows, "PAD_QK": 16, "PAD_V": pad, "TIMES": False}
+    for positions in (0, 9):
+        found = fitting_configs(tuned_attend.configs, named, **fixed | {"POSITIONS": positions})
+        assert 1 <= len(found) <= 18
 
 
 def test_a_kind_of_kernel_is_tuned_once_and_launched_without_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
