@@ -138,7 +138,7 @@ def test_workers_get_the_address_of_the_master_and_the_secret() -> None:
 def test_the_lines_of_the_page_send_jobs_to_the_pre_infer_worker(tmp_path: Path) -> None:
     """The first line gives the trigger the scenario of the traffic, and the second one starts the worker."""
     text = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
-    [echo, up] = re.findall(r"^(echo .*SCENARIOS.*)\n(docker compose .*)$", text, re.MULTILINE)[0]
+    [echo, up] = re.findall(r"^(echo .*SCENARIOS.*)\n(USERS=\d+ docker compose .*)$", text, re.MULTILINE)[0]
     subprocess.run(["/bin/sh", "-c", echo], cwd=tmp_path, check=True)
     name, _, value = (tmp_path / "settings.env").read_text(encoding="utf-8").rstrip("\n").partition("=")
     values = {**environment_of("trigger"), name: value}

@@ -133,6 +133,7 @@ class TestCommand:
         assert "HasTooFewScores.rank returned scores" in said
         assert "Traceback" not in said
 
+    @pytest.mark.usefixtures("exact_int8")
     def test_without_a_given_type_each_is_measured_and_what_can_not_run_is_said(self, tmp_path: Path) -> None:
         limits = ("--max-score-error", "0", "--users", "2")
         code, said = self.check(write_folder(tmp_path), "--device", "cpu", *limits, *TO_THE_END)
@@ -159,6 +160,7 @@ class TestCommand:
         assert "up to 20 behaviours" in said
         assert "within the limits, 5 users, 32 candidates each" in said
 
+    @pytest.mark.usefixtures("exact_int8")
     def test_a_given_type_that_can_not_run_fails_the_check(self, tmp_path: Path) -> None:
         code, said = self.check(write_folder(tmp_path), "--device", "cpu", "--compute-dtype", "int8")
         assert code == 1
