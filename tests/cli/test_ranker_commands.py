@@ -168,7 +168,7 @@ def test_each_command_of_the_page_works_on_the_rankers_that_others_wrote(other: 
     ):
         assert exit_code == 1 and expected in text
     for (exit_code, text), expected in (
-        (checked, "can be served; the relay "),
+        (checked, "can be served; the relay serves each visit from the K,V of the visits before"),
         (shown, "may grow, computed in any chunks, valid at any time"),
         (calibrated, f"written to {calibration}"),
         (simulated, "requests counted"),

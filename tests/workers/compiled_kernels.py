@@ -335,11 +335,11 @@ def main(name: str, kernels: str | None = None) -> None:
     """Prints the report."""
     knobs.compilation.always_compile = True
     gpu = GPUS[name]
-    report = TUNED[kernels].tuned(gpu) if kernels in TUNED else one_of_each(gpu)
     if kernels == "table":
-        sys.stdout.write(table(report))
-    else:
-        json.dump({name: asdict(found) for name, found in report.items()}, sys.stdout)
+        sys.stdout.write(table(one_of_each(gpu)))
+        return
+    report = one_of_each(gpu) if kernels is None else TUNED[kernels].tuned(gpu)
+    json.dump({kernel: asdict(found) for kernel, found in report.items()}, sys.stdout)
 
 
 if __name__ == "__main__":

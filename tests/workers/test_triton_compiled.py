@@ -30,7 +30,6 @@ NARROW = (
 """Kinds whose products are for tensor cores."""
 WIDE = ("float32", "float32, every bias")
 ALL = list(itertools.product(("sm_90", "sm_80", "sm_100"), DIMENSIONS, NARROW + WIDE))
-"""Takes about an hour of a core for each GPU."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,6 +67,8 @@ def test_whatever_the_tuner_chooses_is_good_code(gpu: str, dimension: int, kind:
     report = compiled(gpu, f"{kind}, dimension {dimension}")
     fitting = {blocks: found for blocks, found in report.items() if found["fits"]}
     assert fitting, report
+    if dimension <= 128:
+        assert any(found["spilled_bytes"] == 0 for found in fitting.values()), report
     for blocks, found in fitting.items():
         assert found["spilled_bytes"] <= TOLERATED_SPILL_BYTES and not found["notes"], (blocks, found)
         assert (found["tensor_products"] > 0) == (kind in NARROW), (blocks, found)

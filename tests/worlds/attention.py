@@ -99,7 +99,7 @@ class RaggedForward:
         arena = torch.empty((free_pages.size, geometry.page_bytes), dtype=torch.uint8, device=device.torch_device)
         self.kv = PagedKv(arena, geometry, device.sent)
         for layer in range(LAYERS):
-            for pages, exponents in self._parts(layer):
+            for pages, exponents in _parts(self.kv, layer):
                 values = torch.from_numpy(random.standard_normal(pages.shape, dtype=np.float32)).to(arena.device)
                 if exponents is None:
                     pages.copy_(values)
@@ -135,22 +135,15 @@ class RaggedForward:
         if stored.is_scaled:
             self.k, self.v = self.rounded(self.k), self.rounded(self.v)
 
-    def _parts(self, layer: int) -> list[Part]:
-        return _parts(self.kv, layer)
-
     def with_guards(self) -> torch.Tensor:
         """Fills the arena with NaN, except the tokens that the segments read. Returns a copy of it."""
-        kept = PagedKv(self.kv.arena.clone(), self.kv.geometry)
+        before = PagedKv(self.kv.arena.clone(), self.kv.geometry)
         self.kv.arena.fill_(0xFF)
+        tensors = [[kv.k(LAYER), kv.v(LAYER), *(kv.exponents(LAYER) or ())] for kv in (before, self.kv)]
         for segment in self.segments:
-            for token in range(segment.context_tokens):
-                page, at = self._place(segment, token)
-                for (pages, exponents), (old_pages, old_exponents) in zip(
-                    self._parts(LAYER), _parts(kept, LAYER), strict=True
-                ):
-                    pages[page, :, at] = old_pages[page, :, at]
-                    if exponents is not None and old_exponents is not None:
-                        exponents[page, :, at] = old_exponents[page, :, at]
+            for page, at in (self._place(segment, token) for token in range(segment.context_tokens)):
+                for old, new in zip(*tensors, strict=True):
+                    new[page, :, at] = old[page, :, at]
         return self.kv.arena.clone()
 
     def stored(self) -> torch.Tensor:
@@ -175,7 +168,7 @@ class RaggedForward:
         """K and V [pages, heads, page_tokens, dim] of a layer, float32 if they are scaled."""
         return [
             pages if exponents is None else widened(pages, exponents, torch.float32)
-            for pages, exponents in self._parts(layer)
+            for pages, exponents in _parts(self.kv, layer)
         ]
 
     def expected(self) -> torch.Tensor:

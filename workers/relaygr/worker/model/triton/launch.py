@@ -335,7 +335,7 @@ def fitting_configs(configs: list[triton.Config], named: dict[str, object], **fi
 
     Measured with tests/workers/compiled_kernels.py: 128 x 128 without bias spills 100 bytes, 64 x 64 with every option
     48, and 64 x 64 of dimension 256 at most 132. The tuner decides whether that costs more than it wins. With K,V that
-    are widened, the compiler serialises `wgmma` in blocks with other numbers of keys than 64.
+    are widened, the compiler serialises `wgmma` in most blocks of other sizes than 64 x 64.
     """
     is_float32 = fixed["PRECISION"] == "ieee"
     has_bias = bool(fixed["POSITIONS"] or fixed["TIMES"])
@@ -343,15 +343,18 @@ def fitting_configs(configs: list[triton.Config], named: dict[str, object], **fi
     large = int(str(fixed["BLOCK_M"])) > 64
     is_scaled = named.get("k_exponents_ptr") is not None
 
+    if is_float32:
+        least, most = 16, 16 if has_bias or dim > 128 else 32
+    else:
+        most = 128 if not (has_bias or is_scaled or dim > 128) else 64
+        if has_bias and dim > 128:
+            most = 32
+        least = min(64, most) if is_scaled else 32
+
     def fits(config: triton.Config) -> bool:
         keys = config.kwargs["BLOCK_N"]
-        if is_float32:
-            in_range = keys <= (16 if has_bias or dim > 128 else 32)
-        else:
-            most = 128 if not (is_scaled or has_bias or dim > 128) else 64 if not has_bias or dim <= 128 else 32
-            in_range = (min(64, most) if is_scaled else 32) <= keys <= most
         needs_8_warps = dim > 128 or large or (has_bias and keys > 32 and (dim > 64 or is_scaled))
-        return in_range and (config.num_warps == 8 or not needs_8_warps)
+        return least <= keys <= most and (config.num_warps == 8 or not needs_8_warps)
 
     return [config for config in configs if fits(config)]
 
