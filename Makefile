@@ -47,8 +47,8 @@ test-thorough: $(VENV)/.installed-test build/triton-oldest ## many more random s
 	RELAYGR_TEST_SOAK_OPERATIONS=1000000 RELAYGR_TEST_CACHE_SEQUENCES=1000 RELAYGR_TEST_FUZZ_EXAMPLES=5000 RELAYGR_TEST_KERNEL_EXAMPLES=1000 \
 		$(BIN)/pytest -n 2 tests/schemas/test_fuzz.py tests/workers/test_cache_soak.py tests/workers/test_cache_stateful.py \
 		tests/workers/test_triton_programs.py $(PYTEST_ARGS)
-	RELAYGR_TEST_ALL_KERNELS=1 $(BIN)/pytest -n 2 tests/workers/test_triton_compiled.py $(PYTEST_ARGS)
-	PYTHONPATH=build/triton-oldest RELAYGR_TEST_ALL_KERNELS=1 $(BIN)/pytest -n 2 tests/workers/test_triton_compiled.py $(PYTEST_ARGS)
+	RELAYGR_TEST_ALL_KERNELS=1 $(BIN)/pytest -n 2 --dist load tests/workers/test_triton_compiled.py $(PYTEST_ARGS)
+	PYTHONPATH=build/triton-oldest RELAYGR_TEST_ALL_KERNELS=1 $(BIN)/pytest -n 2 --dist load tests/workers/test_triton_compiled.py $(PYTEST_ARGS)
 
 build/triton-oldest: $(VENV)/.installed-test
 	$(BIN)/pip install --no-deps --target $@ "triton==3.4.*"
