@@ -17,6 +17,7 @@ from relaygr.worker.model.attention import rec_sdk
 from relaygr.worker.model.attention.choose import accelerated_attention, choose_attention
 from relaygr.worker.model.attention.rec_sdk import RecSdkAttention
 from relaygr.worker.model.attention.spec import AttentionSpec
+from relaygr.worker.model.fused import kv_rounding
 from relaygr.worker.model.options import RelativeBias
 from relaygr.worker.model.triton import attention as triton_backend
 from relaygr.worker.model.triton.attention import TritonAttention, warm_up
@@ -86,6 +87,21 @@ def test_kernels_that_do_not_compile_are_not_used(monkeypatch: pytest.MonkeyPatc
     with capture_logs() as logs:
         assert accelerated_attention(SPEC, None, GEOMETRY, Called("cuda")) is None
     assert [entry["error"] for entry in logs] == ["RuntimeError('ptxas fatal: no such architecture')"]
+
+
+def test_a_gpu_without_float8_is_said_to_be_one_and_int8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(triton_backend, "warm_up", nothing)
+    for dtype, warned in ((KvDtype.FLOAT8, True), (KvDtype.INT8, False)):
+        with capture_logs() as logs:
+            attention = accelerated_attention(SPEC, None, replace(GEOMETRY, dtype=dtype), Called("cuda"))
+        assert (attention is None, ["worker.kv_dtype=int8" in entry["error"] for entry in logs]) == (
+            warned,
+            [True] * warned,
+        )
+    with capture_logs() as logs:
+        kv_rounding(KvDtype.FLOAT8, torch.device("cuda", 0))
+    assert ["worker.kv_dtype=int8" in entry["error"] for entry in logs] == [True]
 
 
 def test_soft_max_and_other_devices_have_no_kernels_of_their_own() -> None:

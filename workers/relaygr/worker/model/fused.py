@@ -107,8 +107,9 @@ def kv_rounding(dtype: KvDtype, device: torch.device) -> RowFunction:
     plain = rounding(dtype)
 
     def tried() -> RowFunction:
-        from relaygr.worker.model.triton.launch import round_rows
+        from relaygr.worker.model.triton.launch import check_stored_type, round_rows
 
+        check_stored_type(dtype, device)
         round_rows(torch.ones((1, 1, 16), device=device), torch_dtype(dtype))
         return lambda x: round_rows(x, torch_dtype(dtype))
 

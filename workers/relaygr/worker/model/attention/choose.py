@@ -55,7 +55,9 @@ def _triton(
     spec: AttentionSpec, biases: RelativeBiases | None, geometry: KvGeometry, device: Device
 ) -> AttentionBackend:
     from relaygr.worker.model.triton.attention import TritonAttention, warm_up
+    from relaygr.worker.model.triton.launch import check_stored_type
 
+    check_stored_type(geometry.dtype, device.torch_device)
     attention = TritonAttention(spec, device, biases)
     warm_up(attention, spec, geometry, device, _WARM_UP_TOKENS)
     return attention

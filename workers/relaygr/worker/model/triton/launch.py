@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.bias import RelativeBiases
 from relaygr.worker.model.attention.spec import SCALED, torch_dtype
 from relaygr.worker.model.triton.attention_kernels import attend_kernel, join_kernel, round_kernel, store_kernel
@@ -29,6 +30,8 @@ _STORE_ROWS = 32
 _JOIN_ROWS = 8
 _LEAST_DOT = 16
 """The smallest side of a tile in `tl.dot`."""
+_FLOAT8_FROM = (8, 9)
+"""Compute capability from which on a GPU has e4m3."""
 _tuning = threading.Lock()
 
 
@@ -140,6 +143,15 @@ class _Launch:
     fixed: dict[str, object]
     sums: torch.Tensor
     """The result, and partial sums after it: one of the arguments."""
+
+
+def check_stored_type(dtype: KvDtype, device: torch.device) -> None:
+    """Raises ValueError if Triton does not compile the stored type for this GPU."""
+    if dtype is KvDtype.FLOAT8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_FROM:
+        raise ValueError(
+            "Triton computes with float8 on GPUs of compute capability 8.9 or newer; worker.kv_dtype=int8 takes as"
+            " little memory, is more exact, and runs here"
+        )
 
 
 def attend(
