@@ -343,11 +343,12 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: LayerPages,
 
 
 def fitting_configs(configs: list[triton.Config], named: dict[str, object], **fixed: object) -> list[triton.Config]:
-    """The configurations that spill no more than 150 bytes of registers a thread on sm_90; at least one.
+    """The configurations that spill no more than 150 bytes of registers a thread; at least one.
 
-    Measured with tests/workers/compiled_kernels.py: 128 x 128 without bias spills 100 bytes, 64 x 64 with every option
-    48, and 64 x 64 of dimension 256 at most 132. The tuner decides whether that costs more than it wins. With K,V that
-    are widened, the compiler serialises `wgmma` in most blocks of other sizes than 64 x 64.
+    Measured with tests/workers/compiled_kernels.py: on sm_90, 64 x 64 with every option spills 48 bytes, and 64 x 64 of
+    dimension 256 at most 132; on sm_80, 128 x 128 of dimension 128 spills 23,000, and 64 x 64 with every option and 4
+    warps 492. The tuner decides whether what is left costs more than it wins. With K,V that are widened, the compiler
+    serialises `wgmma` in most blocks of other sizes than 64 x 64.
     """
     is_float32 = fixed["PRECISION"] == "ieee"
     has_bias = bool(fixed["POSITIONS"] or fixed["TIMES"])
@@ -358,14 +359,14 @@ def fitting_configs(configs: list[triton.Config], named: dict[str, object], **fi
     if is_float32:
         least, most = 16, 16 if has_bias or dim > 128 else 32
     else:
-        most = 128 if not (has_bias or is_scaled or dim > 128) else 64
+        most = 64 if has_bias or is_scaled or dim > 128 or (large and dim > 64) else 128
         if has_bias and dim > 128:
             most = 32
         least = min(64, most) if is_scaled else 32
 
     def fits(config: triton.Config) -> bool:
         keys = config.kwargs["BLOCK_N"]
-        needs_8_warps = dim > 128 or large or (has_bias and keys > 32 and (dim > 64 or is_scaled))
+        needs_8_warps = dim > 128 or large or (has_bias and keys > 32)
         return least <= keys <= most and (config.num_warps == 8 or not needs_8_warps)
 
     return [config for config in configs if fits(config)]
