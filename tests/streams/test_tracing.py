@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from confluent_kafka import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from relaygr.client.tracing import Begun, ClientTraces, RankTrace, SendTrace
 from relaygr.runtime.clock import ManualClock
@@ -19,7 +21,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.headers import RankingHeaders
 from relaygr.schemas.trace_context import TRACEPARENT, TraceContext
 from relaygr.tracing import TracingSettings, start_tracing
-from relaygr.tracing.otlp import SpanExport, otel_spans, sampler_of
+from relaygr.tracing.otlp import Answers, SpanExport, otel_spans, sampler_of
 from relaygr.tracing.spans import MessagePlace, Operation, Span, SpanKind, message_span
 from relaygr.tracing.stages import RankingTimes, StageSpan, stages_of
 from relaygr.tracing.stages import TraceStage as Stage
@@ -409,20 +411,32 @@ def test_off_is_the_default() -> None:
     assert start_tracing(TracingSettings(), "relaygr-test", "test-0") is None
 
 
-def test_a_collector_that_refuses_costs_spans_and_nothing_else(
+@pytest.mark.parametrize("status", [400, 301, 308])
+def test_a_collector_that_refuses_or_redirects_costs_spans_and_nothing_else(
+    collected: Collector, variables: pytest.MonkeyPatch, status: int
+) -> None:
+    collected.status = status
+    world = World()
+    with exporting(world):
+        world.tracer.end(world.span())
+        until(lambda: world.count("failed") == 1, "the failure is counted")
+        collected.status = 200
+        world.tracer.end(world.span("later"))
+        until(lambda: world.count("exported") == 1, "the next span arrives")
+    assert [span.name for span in collected.spans] == ["later"] and world.count("failed") == 1
+
+
+def test_spans_that_a_collector_refuses_in_an_answer_of_success_are_counted_with_its_reason(
     collected: Collector, variables: pytest.MonkeyPatch
 ) -> None:
-    collected.status = 400
+    collected.refused = 1
     world = World()
-    export = SpanExport(world.tracer, otlp_exporter(), otel_resource(), world.metrics, 0.05)
-    export.start()
-    world.tracer.end(world.span())
-    until(lambda: world.count("failed") == 1, "the failure is counted")
-    collected.status = 200
-    world.tracer.end(world.span("later"))
-    until(lambda: world.count("exported") == 1, "the next span arrives")
-    export.stop(5)
-    assert [span.name for span in collected.spans] == ["later"]
+    world.tracer.end(world.span("one"), world.span("other"))
+    with exporting(world), capture_logs() as lines:
+        until(lambda: world.count("failed") == 1, "the refusal is counted")
+        until(lambda: len(lines) == 1, "the refusal is logged")
+    assert world.count("exported") == 1
+    assert (lines[0]["spans"], lines[0]["reason"]) == (1, "no quota")
 
 
 def test_a_full_batch_is_sent_before_its_time(collected: Collector, variables: pytest.MonkeyPatch) -> None:
@@ -441,10 +455,17 @@ def otel_resource() -> object:
     return Resource({"service.name": "test"})
 
 
-def otlp_exporter() -> object:
+@contextmanager
+def exporting(world: World) -> Iterator[None]:
+    """The spans of the world's tracer go to the collector of the environment."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
 
-    return OTLPSpanExporter()
+    answers, resource = Answers(), Resource({"service.name": "test"})
+    export = SpanExport(world.tracer, OTLPSpanExporter(session=answers), answers, resource, world.metrics, 0.05)
+    export.start()
+    yield
+    export.stop(5)
 
 
 def test_a_span_without_parent_is_a_root_for_opentelemetry() -> None:

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 
 from relaygr.schemas.trace_context import TraceContext
 
@@ -38,10 +41,11 @@ class SeenSpan:
 
 @dataclass
 class Collector:
-    """Takes spans on a port of its own. `status`: what it answers."""
+    """Takes spans on a port of its own. `status`: what it answers. `refused`: spans of each request that it refuses."""
 
     port: int = 0
     status: int = 200
+    refused: int = 0
     spans: list[SeenSpan] = field(default_factory=list)
     requests: int = 0
 
@@ -77,9 +81,16 @@ def collector() -> Iterator[Collector]:
             seen.requests += 1
             if seen.status == 200:
                 seen.take(body)
+            told = ExportTraceServiceResponse()
+            if seen.refused:
+                told.partial_success.rejected_spans, told.partial_success.error_message = seen.refused, "no quota"
+            answer = told.SerializeToString()
             self.send_response(seen.status)
-            self.send_header("content-length", "0")
+            self.send_header("content-type", "application/x-protobuf")
+            self.send_header("content-length", str(len(answer)))
+            self.send_header("location", "https://collector.example/v1/traces")
             self.end_headers()
+            self.wfile.write(answer)
 
         def log_message(self, *_: object) -> None:
             return

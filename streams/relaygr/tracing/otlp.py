@@ -9,7 +9,8 @@
 | OTEL_BSP_* | size of the queue (2048 spans), size of a batch (512), time between batches (5 s) |
 
 One daemon thread takes the spans from the tracer's queue. While the collector is away, the queue fills, and further
-spans are dropped and counted.
+spans are dropped and counted. The exporter takes a redirect for a success, and does not read in the answer how many
+spans the collector refused: `Answers` does both.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import requests
 import structlog
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -52,17 +54,53 @@ _DEFAULT_ENDPOINT: Final = "http://localhost:4318"
 _PARENT_BASED: Final = "parentbased_"
 _ROOT_SAMPLERS: Final = ("always_on", "always_off", "traceidratio")
 _LAST_WAIT_S: Final = 0.05
+_PROTOBUF: Final = "application/x-protobuf"
+_CREDENTIAL_PROVIDERS: Final = (
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
+)
 log = structlog.get_logger()
+
+
+class Answers(requests.Session):
+    """The session of the exporter. It reads what the exporter does not read of a collector's answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused_spans = 0
+        """Spans of the last request that the collector refused in an answer of success."""
+        self.reason = ""
+        """The collector's words for it."""
+
+    def request(self, *args: Any, **kwargs: Any) -> requests.Response:
+        """The answer. Raises RelayError for a redirect, at whose end nobody would get the spans."""
+        self.refused_spans, self.reason = 0, ""
+        response = super().request(*args, **{**kwargs, "allow_redirects": False})
+        if 300 <= response.status_code < 400:
+            location = masked(response.headers.get("location", "another address"))
+            raise RelayError(f"it redirects to {location}: set OTEL_EXPORTER_OTLP_ENDPOINT to the collector's address")
+        if response.ok and response.headers.get("content-type", "").startswith(_PROTOBUF):
+            told = ExportTraceServiceResponse.FromString(response.content).partial_success
+            self.refused_spans, self.reason = told.rejected_spans, told.error_message
+        return response
 
 
 class SpanExport:
     """The thread that sends the spans of a tracer. `stop` sends what is left."""
 
     def __init__(
-        self, tracer: Tracer, exporter: SpanExporter, resource: Resource, metrics: TracerMetrics, interval_s: float
+        self,
+        tracer: Tracer,
+        exporter: SpanExporter,
+        answers: Answers,
+        resource: Resource,
+        metrics: TracerMetrics,
+        interval_s: float,
     ) -> None:
+        """`answers`: the exporter's session."""
         self._tracer = tracer
         self._exporter = exporter
+        self._answers = answers
         self._resource = resource
         self._metrics = metrics
         self._interval_s = interval_s
@@ -97,12 +135,16 @@ class SpanExport:
             except Exception as error:  # A library's error must not end the thread.
                 log.warning("spans cannot be exported", error=masked(repr(error)))
                 sent = False
-            (self._metrics.exported if sent else self._metrics.failed).inc(len(spans))
-            if sent is self._failing:
-                self._failing = not sent
-                log.info("the collector takes spans again") if sent else log.warning(
-                    "the collector does not take spans: they are dropped", spans=len(spans)
-                )
+            refused = min(self._answers.refused_spans, len(spans)) if sent else len(spans)
+            self._metrics.exported.inc(len(spans) - refused)
+            self._metrics.failed.inc(refused)
+            if (refused > 0) is not self._failing:
+                self._failing = refused > 0
+                log.warning(
+                    "the collector does not take spans: they are dropped",
+                    spans=refused,
+                    reason=masked(self._answers.reason) or "the line of the exporter before this one",
+                ) if refused else log.info("the collector takes spans again")
 
 
 def start_exporting(service: str, instance: str) -> Tracer | None:
@@ -124,7 +166,10 @@ def start_exporting(service: str, instance: str) -> Tracer | None:
     resource = _resource(environment, service, instance)
     metrics = TracerMetrics()
     tracer = Tracer(sampler_of(environment), queue_spans, min(batch_spans, queue_spans), metrics)
-    export = SpanExport(tracer, OTLPSpanExporter(session=_session(environment)), resource, metrics, interval_s)
+    answers = _answers(environment)
+    # A provider of credentials brings a session of its own, whose answers nobody reads.
+    session = None if any(environment.get(name) for name in _CREDENTIAL_PROVIDERS) else answers
+    export = SpanExport(tracer, OTLPSpanExporter(session=session), answers, resource, metrics, interval_s)
     tracer.on_close = export.stop
     export.start()
     log.info("tracing is on", sampler=_sampler_name(environment), service=str(resource.attributes.get(SERVICE_NAME)))
@@ -190,15 +235,13 @@ def _resource(environment: Mapping[str, str], service: str, instance: str) -> Re
     return Resource.create().merge(Resource({name: value for name, value in own.items() if name not in given}))
 
 
-def _session(environment: Mapping[str, str]) -> requests.Session | None:
-    """One that asks no proxy, for a collector on this machine; None: the exporter makes its own."""
+def _answers(environment: Mapping[str, str]) -> Answers:
+    """The exporter's session. It asks no proxy for a collector on this machine."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     endpoint = next((environment[name] for name in names if environment.get(name)), _DEFAULT_ENDPOINT)
-    if not is_loopback(urlsplit(endpoint).hostname or ""):
-        return None
-    session = requests.Session()
-    session.trust_env = False
-    return session
+    answers = Answers()
+    answers.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")
+    return answers
 
 
 def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
