@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 
+from relaygr.runtime.standard_streams import open_closed_streams
 from relaygr.runtime.stop_signals import exit_on_sigterm_if_first
 
 
 def main() -> None:
     """Runs the command line. If typer or rich is missing, prints the extra that installs it."""
+    open_closed_streams()
     exit_on_sigterm_if_first()
     try:
         from relaygr.cli.app import app, print_any_character
