@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,26 @@ def test_the_doctor_reads_a_ranker_and_says_if_its_code_may_not_run(ranker: Path
     shutil.rmtree(ranker)
     [found] = observe.checkpoint(ranker, [])
     assert found.verdict is Verdict.SKIP
+
+
+@pytest.mark.parametrize("version", [None, "1"])
+def test_a_check_says_which_files_of_the_code_no_version_covers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "team_layers.py").write_text(f"from {MODULE} import Decoder\nclass Base(Decoder):\n    pass\n")
+    (code / "team_ranker.py").write_text(
+        f"import json\nfrom team_layers import Base\nclass Ours(Base):\n    version = {version!r}\n"
+    )
+    monkeypatch.syspath_prepend(str(code))
+    for name in ("team_layers", "team_ranker"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    folder = write_folder(tmp_path / "ranker")
+    (folder / "config.json").write_text(json.dumps({"ranker": "team_ranker:Ours", "options": {}}))
+    told = said("model", "check", folder, "--ranker-module", "team_ranker", "--minutes", 0.05, "--kv-dtype", "float32")
+    note = "Note: the version of team_ranker:Ours is a hash of one file, which imports from team_layers.py."
+    assert (note in told) is (version is None)
 
 
 def test_a_list_of_modules_that_is_none_is_told_how_it_is_written() -> None:

@@ -209,15 +209,16 @@ def test_the_tables_fit_80_columns(calibration: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "complaint"),
+    ("option", "value", "complaint", "code"),
     [
-        ("--length", "long", "write two whole numbers"),
-        ("--token-bytes", "3", "multiple of 4"),
-        ("--hbm", "1MiB", "worker.hbm_bytes"),
+        ("--length", "long", "write two whole numbers", 1),
+        ("--token-bytes", "3", "multiple of 4", 1),
+        ("--hbm", "1MiB", "worker.hbm_bytes", 1),
+        ("--keep-s", "inf", "--keep-s", 2),
     ],
 )
-def test_wrong_options_are_explained(calibration: Path, option: str, value: str, complaint: str) -> None:
+def test_wrong_options_are_explained(calibration: Path, option: str, value: str, complaint: str, code: int) -> None:
     options = {"--calibration": str(calibration), "--qps": "5", "--users": "10", "--length": "512"} | {option: value}
     done = CliRunner().invoke(app, ["size", *(word for pair in options.items() for word in pair)])
-    assert done.exit_code == 1
+    assert done.exit_code == code
     assert complaint in done.output.replace("\n", " ")

@@ -180,10 +180,11 @@ def _try_rules(
     bars: Bars,
 ) -> _Tried:
     """Writes the rules that were found beside a team's own ranker. Raises RelayError."""
+    from relaygr.ranker.interface import files_beside_version
     from relaygr.worker.executor.resolver import longest_anchor
     from relaygr.worker.model.engine import engine_to_check
     from relaygr.worker.model.ranker_engine import RankerEngine
-    from relaygr.worker.model.rankers import write_record
+    from relaygr.worker.model.rankers import ranker_class, write_record
     from relaygr.worker.model_check import NEEDED, ModelCheck, Rule, rules_found
 
     engine = engine_to_check(model, device, ranker_modules)
@@ -197,10 +198,21 @@ def _try_rules(
     refused = [each for each in findings if each.rule in NEEDED and not each.holds]
     not_tried = [rule for rule in Rule if rule not in {each.rule for each in findings}]
     times = _times(engine)
-    if isinstance(engine, RankerEngine) and engine.record is not None and not refused:
-        write_record(model, replace(engine.record, rules=rules))
+    if isinstance(engine, RankerEngine) and engine.record is not None:
+        _note_files(engine.record.ranker, files_beside_version(ranker_class(engine.record.ranker, ranker_modules)))
+        if not refused:
+            write_record(model, replace(engine.record, rules=rules))
     step = longest_anchor(WorkerSettings.model_fields["anchor_behaviours"].default, engine.limits)
     return _Tried(sample, findings, not_tried, rules, refused, times, step)
+
+
+def _note_files(ranker: str, files: Sequence[str]) -> None:
+    if files:
+        plain_console(stderr=True).print(
+            f"Note: the version of {ranker} is a hash of one file, which imports from {', '.join(files)}. When only "
+            "these change, K,V of the earlier code are used again: give the class a `version`, and change it whenever "
+            "its results change."
+        )
 
 
 def sample_of(

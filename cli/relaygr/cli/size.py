@@ -56,7 +56,8 @@ def size(
         str | None, typer.Option(metavar="SIZE", help="DRAM tier of one worker.", show_default="worker.dram_bytes")
     ] = None,
     keep_s: Annotated[
-        float, typer.Option(min=1, help="DRAM keeps prefixes for users who return within this many seconds.")
+        float,
+        typer.Option(min=1, max=31_536_000, help="DRAM keeps prefixes for users who return within this many seconds."),
     ] = 600.0,
     reuse: Annotated[
         float | None,

@@ -168,6 +168,23 @@ def version_of(ranker: type[RankerBase]) -> str:
     return _source_hash(ranker) if ranker.version is None else ranker.version
 
 
+def files_beside_version(ranker: type[RankerBase]) -> list[str]:
+    """The files of the same package or folder from which the class's file imports and that its version does not cover."""
+    own = inspect.getmodule(ranker)
+    package = ranker.__module__.partition(".")[0]
+    if ranker.version is not None or own is None or own.__file__ is None or package == "relaygr":
+        return []
+    files = set()
+    for each in (*ranker.__mro__, *vars(own).values()):
+        used = inspect.getmodule(each)
+        file = getattr(used, "__file__", None)
+        if used is None or file is None or file == own.__file__:
+            continue
+        if used.__name__.partition(".")[0] == package or Path(file).parent == Path(own.__file__).parent:
+            files.add(Path(file).name)
+    return sorted(files)
+
+
 @functools.cache
 def _source_hash(ranker: type[RankerBase]) -> str:
     """Read once, when the class is new: a file that is replaced later is not the code that runs."""
