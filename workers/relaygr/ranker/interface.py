@@ -169,7 +169,7 @@ def version_of(ranker: type[RankerBase]) -> str:
 
 
 def files_beside_version(ranker: type[RankerBase]) -> list[str]:
-    """The files of the same package or folder from which the class's file imports and that its version does not cover."""
+    """Files of the same package or folder from which the class's file imports, and that its version does not cover."""
     own = inspect.getmodule(ranker)
     package = ranker.__module__.partition(".")[0]
     if ranker.version is not None or own is None or own.__file__ is None or package == "relaygr":
