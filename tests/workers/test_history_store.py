@@ -293,6 +293,19 @@ def test_a_truncated_store_is_refused(tmp_path: Path) -> None:
         HistoryStore.open(tmp_path, MIB)
 
 
+def test_a_damaged_store_says_what_to_do(tmp_path: Path) -> None:
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    apply(opened, 0, [entry(0, "u0", length=1000)], 1)
+    files = opened._files
+    with files.env.begin(write=True) as txn, txn.cursor(db=files.records) as cursor:
+        assert cursor.last() and cursor.delete()
+    for read in (lambda: opened.get("u0"), lambda: opened.some_histories(1)):
+        with pytest.raises(RelayError, match=f"store in {tmp_path} is damaged.*delete the folder"):
+            read()
+    opened.close()
+
+
 def test_a_limit_below_what_is_stored_is_refused(tmp_path: Path) -> None:
     opened = HistoryStore.open(tmp_path, 16 * MIB)
     opened.trust(ORIGIN)

@@ -44,6 +44,13 @@ _SLICE_BYTES: Final = 1024 * 1024
 _SLICE_RECORDS: Final = 256
 
 
+class DamagedError(RelayError, lmdb.CorruptedError):
+    """The files lack what they must have, as a copy does that was made while they were written."""
+
+    def __init__(self, folder: Path, error: lmdb.CorruptedError) -> None:
+        super().__init__(f"the history store in {folder} is damaged ({error}). {REMEDY}")
+
+
 @dataclass(frozen=True, slots=True)
 class Files:
     """One LMDB environment and its databases."""
@@ -80,8 +87,12 @@ class Files:
                 if _newest(folder) == number:
                     raise
                 continue  # Another process has moved on and deleted these files.
-            with files.env.begin() as txn:
-                newer = files.newer(txn)
+            try:
+                with files.env.begin() as txn:
+                    newer = files.newer(txn)
+            except lmdb.CorruptedError as error:
+                files.close()
+                raise DamagedError(folder, error) from error
             if newer is None and _newest(folder) == number:
                 _delete_before(folder, number)
                 return files

@@ -41,6 +41,7 @@ from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryRec
 from relaygr.worker.history.current import MAX_STORE_AGE_MS, METADATA_S, CurrentMarks
 from relaygr.worker.history.decode import read_event, read_record
 from relaygr.worker.history.erasure import Erasure
+from relaygr.worker.history.files import DamagedError
 from relaygr.worker.history.letters import RETRY_S, DeadLetters, UndeliveredLetters
 from relaygr.worker.history.partitions import FollowedPartition, Restart, Stage
 from relaygr.worker.history.snapshots import SnapshotLimits, SnapshotWriter
@@ -206,13 +207,13 @@ class HistoryFollower:
                     self._flush()
                     if self._snapshots is not None:
                         self._snapshots.close(RETRY_S)
+            except (lmdb.Error, StoreFullError) as error:
+                metrics.count_failure()
+                self._note_fault(error)
             except RelayError as error:
                 log.error("history follower failed: it reads again from the stored offsets", cause=str(error))
                 metrics.count_failure()
                 self._stopping.wait(RETRY_S)
-            except (lmdb.Error, StoreFullError) as error:
-                metrics.count_failure()
-                self._note_fault(error)
             except Exception:
                 log.exception("history follower failed: it reads again from the stored offsets")
                 metrics.count_failure()
@@ -229,6 +230,8 @@ class HistoryFollower:
         is_full = isinstance(error, StoreFullError | lmdb.MapFullError)
         remedy = "raise worker.history_max_bytes" if is_full else "free space on its file system, or repair it"
         fault = f"the history store in {self._store.path} cannot be written ({error}): {remedy}"
+        if isinstance(error, DamagedError):
+            fault = str(error)
         if fault != self._fault:
             self._fault = fault
             log.error(fault)

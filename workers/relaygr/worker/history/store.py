@@ -36,7 +36,7 @@ from relaygr.schemas.messages import History
 from relaygr.schemas.record import record
 from relaygr.worker.history.apply import UNREAD, Application, Bounds
 from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryBatch, HistoryRecord, StoreFullError
-from relaygr.worker.history.files import Compaction, Files, claim
+from relaygr.worker.history.files import Compaction, DamagedError, Files, claim
 from relaygr.worker.history.records import Head
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.tables import LAYOUT, READABLE, PartitionState, Table, Tables, UserHead
@@ -473,31 +473,37 @@ class HistoryStore:
 
     @contextmanager
     def _read(self) -> Iterator[Tables]:
-        """A read transaction on the newest files."""
-        while True:
-            files = self._files
-            with files.env.begin(buffers=True) as txn:
-                if files.newer(txn) is None:
-                    yield Tables(files, txn)
-                    return
-            self._move_on(files)
+        """A read transaction on the newest files. Raises DamagedError."""
+        try:
+            while True:
+                files = self._files
+                with files.env.begin(buffers=True) as txn:
+                    if files.newer(txn) is None:
+                        yield Tables(files, txn)
+                        return
+                self._move_on(files)
+        except lmdb.CorruptedError as error:
+            raise DamagedError(self.path, error) from error
 
     @contextmanager
     def _write(self) -> Iterator[Tables]:
-        """A write transaction on the newest files, which are `_files` until it ends."""
+        """A write transaction on the newest files, which are `_files` until it ends. Raises DamagedError."""
         with self._writing:
-            while True:
-                files = self._files
-                with files.env.begin(write=True, buffers=True) as txn:
-                    is_newest = files.newer(txn) is None
+            try:
+                while True:
+                    files = self._files
+                    with files.env.begin(write=True, buffers=True) as txn:
+                        is_newest = files.newer(txn) is None
+                        if is_newest:
+                            yield Tables(files, txn, self._compaction)
+                            if self._compaction is not None:
+                                files.count(txn)
+                            txn_id = txn.id()
                     if is_newest:
-                        yield Tables(files, txn, self._compaction)
-                        if self._compaction is not None:
-                            files.count(txn)
-                        txn_id = txn.id()
-                if is_newest:
-                    break
-                self._move_on(files)
+                        break
+                    self._move_on(files)
+            except lmdb.CorruptedError as error:
+                raise DamagedError(self.path, error) from error
             files.lengthen()
             if self._compaction is not None:
                 self._compaction.committed(txn_id)
