@@ -18,13 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
-from confluent_kafka import Message, TopicPartition
+from confluent_kafka import TIMESTAMP_CREATE_TIME, Message, TopicPartition
 from typer.testing import CliRunner, Result
 
 from relaygr.cli.app import app
 from relaygr.cluster.admin import create_topics
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
-from relaygr.ingest.bridge import Bridge, Convert, Passed
+from relaygr.ingest.bridge import Bridge, Convert, Passed, time_of
 from relaygr.ingest.gather import hashed_item
 from relaygr.ingest.json_lines import parse_log_object
 from relaygr.ingest.log_map import log_map
@@ -32,11 +32,13 @@ from relaygr.ingest.log_objects import MappedObjects
 from relaygr.kafka.clients import (
     READ_COMMITTED,
     ProducerKind,
+    make_admin,
     make_assigned_consumer,
+    make_group_consumer,
     make_producer,
 )
 from relaygr.kafka.session import KafkaSession
-from relaygr.kafka.settings import KafkaSettings
+from relaygr.kafka.settings import Affinity, KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.codec import decode, encode
 from relaygr.schemas.messages import BehaviourEvent, History
@@ -269,8 +271,17 @@ def test_a_bridge_that_is_killed_goes_on_and_each_record_counts_once(real_settin
     assert before < KILLED_RECORDS, "the bridge had ended before it was killed: raise KILLED_RECORDS"
 
 
-def direct(kafka: KafkaSettings, convert: Convert, on_published: Callable[[Passed], None] = lambda _: None) -> Bridge:
-    return Bridge(kafka, f"kafka:{source_of(kafka)}", kafka.topic(Topic.BEHAVIOURS), convert, on_published, print)
+def direct(
+    kafka: KafkaSettings,
+    convert: Convert,
+    on_published: Callable[[Passed], None] = lambda _: None,
+    tell: Callable[[str], None] = print,
+) -> Bridge:
+    return Bridge(kafka, f"kafka:{source_of(kafka)}", kafka.topic(Topic.BEHAVIOURS), convert, on_published, tell)
+
+
+def passed_on(record: Message) -> Passed:
+    return Passed(record.key() or b"", record.value())
 
 
 def ten_records(kafka: KafkaSettings) -> None:
@@ -339,6 +350,93 @@ def test_a_bridge_that_another_one_fences_says_so(real_settings: KafkaSettings) 
     with pytest.raises(RelayError, match=f"another bridge from .* runs, with the same group {first.group}") as caught:
         first.run(until_end=True, stopping=lambda: False)
     assert "It needs Read" not in str(caught.value)
+
+
+@pytest.mark.kafka
+def test_records_that_were_deleted_before_they_were_read_are_told_and_counted(real_settings: KafkaSettings) -> None:
+    ten_records(real_settings)
+    assert direct(real_settings, passed_on).run(until_end=True, stopping=lambda: False).lost == 0
+    ten_records(real_settings)
+    place = TopicPartition(source_of(real_settings), partition_for(b"ann", real_settings.partitions), 15)
+    admin = make_admin(real_settings, "retention")
+    (deleted,) = admin.delete_records([place]).values()
+    assert deleted.result(30).low_watermark == 15
+    told: list[str] = []
+    bridge = direct(real_settings, passed_on, tell=told.append)
+    done = bridge.run(until_end=True, stopping=lambda: False)
+    assert (done.published, done.bad, done.lost) == (5, 0, 5)
+    assert "those from offset 10 to 14 were deleted before they were read" in told[0]
+    assert ", 5 deleted before they were read, lag 0" in bridge.text()
+
+
+@pytest.mark.parametrize(("time_ms", "expected_ms"), [(-1, None), (0, None), (T0, T0), (T0 // 1000, T0)])
+def test_a_timestamp_that_cannot_be_true_counts_as_none(time_ms: int, expected_ms: int | None) -> None:
+    before_ms = int(time.time() * 1000)
+    found_ms = time_of(Message(timestamp=(TIMESTAMP_CREATE_TIME, time_ms)))
+    assert found_ms == expected_ms or (expected_ms is None and before_ms <= found_ms <= before_ms + 5000)
+
+
+@pytest.mark.kafka
+def test_a_message_that_is_too_large_for_the_target_is_left_out_and_the_others_go_on(real_broker: LocalBroker) -> None:
+    """Kafka refuses the whole batch, so the bridge ended at this record, after each start again."""
+    limits: dict[str, dict[str, int | str | None]] = {"behaviours": {"max.message.bytes": 2000}}
+    with own_topics(real_broker, topic_settings=limits) as kafka:
+        write(kafka, [b"%d" % n if n % 4 else b"x" * 5000 for n in range(10)], key="ann")
+        told: list[str] = []
+        bridge = direct(kafka, passed_on, tell=told.append)
+        done = bridge.run(until_end=True, stopping=lambda: False)
+        assert (done.published, done.bad, done.lag) == (7, 3, 0), told
+        assert re.search(
+            r"offset 8: its message of 5,000 bytes is larger than max.message.bytes of .*behaviours", told[2]
+        )
+        options = {**READ_COMMITTED, "enable.partition.eof": True}
+        consumer = make_assigned_consumer(kafka, "reader", options=options)
+        consumer.assign([TopicPartition(kafka.topic(Topic.BEHAVIOURS), partition_for(b"ann", kafka.partitions), 0)])
+        values = []
+        while (message := consumer.poll(30)) is not None and message.error() is None:
+            values.append(message.value())
+        consumer.close()
+        assert values == [b"%d" % n for n in range(10) if n % 4]
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("affinity", [Affinity.RANGE, Affinity.CONSUMER_PROTOCOL])
+def test_the_end_is_reached_when_the_group_has_given_all_partitions(
+    real_settings: KafkaSettings, affinity: Affinity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bridge beside one that had died read its share of the partitions, and ended as if that were all."""
+    monkeypatch.setattr("relaygr.ingest.bridge._SHOW_S", 0.2)
+    kafka = real_settings.model_copy(update={"affinity": affinity})
+    for user in range(20):
+        write(kafka, [b"1"], key=f"user-{user}")
+    group = direct(kafka, passed_on).group
+    other = make_group_consumer(kafka, group, "other", options={"enable.auto.commit": False})
+    other.subscribe([source_of(kafka)])
+    until(lambda: len(other.assignment()) == kafka.partitions, "it has all", meanwhile=lambda: other.poll(0.1))
+    leaving = threading.Event()
+
+    def stay() -> None:
+        while not leaving.is_set():
+            other.poll(0.1)
+        other.close()
+
+    staying = threading.Thread(target=stay)
+    staying.start()
+    try:
+        with monkeypatch.context() as patch, pytest.raises(RelayError, match=f"same group {group}: let only one run"):
+            patch.setattr("relaygr.ingest.bridge._SESSION_S", 1.0)
+            direct(kafka, passed_on).run(until_end=True, stopping=lambda: False)
+        told: list[str] = []
+        last = direct(kafka, passed_on, tell=lambda text: (told.append(text), "waits for 2" in text and leaving.set()))
+        last.run(until_end=True, stopping=lambda: False)
+    finally:
+        leaving.set()
+        staying.join()
+    assert any("waits for 2 partitions" in text for text in told), told
+    consumer = make_group_consumer(kafka, group, "reader")
+    places = [TopicPartition(source_of(kafka), partition) for partition in range(kafka.partitions)]
+    assert sum(max(0, each.offset) for each in consumer.committed(places, timeout=30)) == 20
+    consumer.close()
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Final, TypeVar, cast
 
 from confluent_kafka import (
-    TIMESTAMP_NOT_AVAILABLE,
     Consumer,
     KafkaError,
     KafkaException,
@@ -31,6 +30,7 @@ from relaygr.kafka.clients import READ_COMMITTED, ProducerKind, make_group_consu
 from relaygr.kafka.settings import GroupProtocol, KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import BehaviourEvent, History
+from relaygr.schemas.times import in_ms, unit_of
 
 T = TypeVar("T")
 
@@ -47,6 +47,8 @@ _TRANSACTION_MS: Final = 30_000
 _ATTEMPTS: Final = 5
 """Of one batch whose transaction is aborted."""
 _SHOW_S: Final = 5.0
+_SESSION_S: Final = 60.0
+"""Longer than Kafka's default sessions. The partitions of a bridge that died are with the next one by then."""
 _SHOWN_BAD: Final = 20
 _MOST_BAD_FIRST: Final = 1000
 """A bridge ends after so many bad records without a good one."""
@@ -87,14 +89,16 @@ class BridgeReport:
 
     published: int = 0
     bad: int = 0
+    lost: int = 0
+    """Offsets that were deleted before they were read."""
     lag: int = 0
     """Records that are not read yet."""
 
 
 def time_of(record: Message) -> int:
-    """The record's timestamp in ms; now, if it has none."""
-    kind, time_ms = record.timestamp()
-    return int(time_ms if kind != TIMESTAMP_NOT_AVAILABLE else time.time() * 1000)
+    """The record's timestamp in ms; now, if it has none: many producers write 0 or -1 then."""
+    time_ms: int = record.timestamp()[1]
+    return in_ms(time_ms) if unit_of(time_ms) is not None else int(time.time() * 1000)
 
 
 def header_of(record: Message, name: str) -> bytes | None:
@@ -131,6 +135,7 @@ class Bridge:
         if (error := cluster.topics[source].error) is not None:
             self._consumer.close()
             raise RelayError(f"Kafka at {kafka.bootstrap} refuses the topic of --from {SOURCE}{source}: {error.str()}.")
+        self._partitions = len(cluster.topics[source].partitions)
         self._is_embedded = is_embedded(cluster)
         writing = {
             "transactional.id": self.group,
@@ -143,9 +148,12 @@ class Bridge:
         """Partitions whose end was reached."""
         self._last: dict[int, Message] = {}
         """The last record of each partition that was read and is not committed."""
-        self._committed: dict[int, int] = {}
-        """Where reading went on, until a record of the partition has come."""
+        self._read_to: dict[int, int] = {}
+        """The offset before which all of a partition was read, by this bridge or the one before it."""
         self._is_incremental = kafka.group_protocol is GroupProtocol.CONSUMER
+        self._missing, self._missing_since_s = 0, 0.0
+        """The partitions that the group has not given, and since when there are so many."""
+        self._is_closing = False
         self._first_bad = ""
 
     def run(self, until_end: bool, stopping: Callable[[], bool]) -> BridgeReport:
@@ -164,19 +172,23 @@ class Bridge:
                     shown_s = time.monotonic()
                     self._note_lag()
                     self._tell(self.text())
+                    if until_end:
+                        self._wait_for_partitions()
             if self._first_bad and not self.report.published:
                 raise self._all_bad()
         except KafkaException as error:
             raise self._ended_by(error.args[0]) from error
         finally:
             self._note_lag()
+            self._is_closing = True
             self._consumer.close()
         return self.report
 
     def text(self) -> str:
         """A line for people."""
         done = self.report
-        return f"{done.published:,} records published, {done.bad:,} bad ones left out, lag {done.lag:,}"
+        lost = f"{done.lost:,} deleted before they were read, " if done.lost else ""
+        return f"{done.published:,} records published, {done.bad:,} bad ones left out, {lost}lag {done.lag:,}"
 
     def _tell_wait(self, error: KafkaError) -> None:
         self._tell(
@@ -192,15 +204,21 @@ class Bridge:
         """
 
         def begin(consumer: Consumer, assigned: list[TopicPartition]) -> None:
-            self._last.clear()
-            self._ended.clear()
+            if self._is_closing:
+                return
+            for each in assigned:
+                self._last.pop(each.partition, None)
+                self._read_to.pop(each.partition, None)
+                self._ended.discard(each.partition)
             ask = partial(consumer.committed, assigned)
             found = _repeated(ask, stopping, self._tell_wait) if assigned else []
             assign = consumer.incremental_assign if self._is_incremental else consumer.assign
             assign(found)
             for each in found:
-                if each.offset >= 0 and each.leader_epoch is not None:
-                    self._committed[each.partition] = each.offset
+                if each.offset < 0:
+                    continue
+                self._read_to[each.partition] = each.offset
+                if each.leader_epoch is not None:
                     # An assignment does not make the client compare the epochs if it knows the leader.
                     consumer.seek(each)
 
@@ -214,7 +232,7 @@ class Bridge:
             error = message.error()
             if error is None:
                 records.append(message)
-                self._look_for_a_lost_end(*_place(message))
+                self._look_for_lost_records(*_place(message))
             elif error.code() == KafkaError._PARTITION_EOF:
                 partition, offset = _place(message)
                 self._ended.add(partition)
@@ -223,31 +241,37 @@ class Bridge:
                 raise KafkaException(error)
         return records
 
-    def _look_for_a_lost_end(self, partition: int, offset: int) -> None:
-        committed = self._committed.pop(partition, 0)
-        if offset < committed:
+    def _look_for_lost_records(self, partition: int, offset: int) -> None:
+        read_to = self._read_to.get(partition, offset)
+        self._read_to[partition] = offset + 1
+        if offset < read_to:
             self._tell(
-                f"partition {partition} of {self._source} has lost records: it was read to offset {committed}, and has "
+                f"partition {partition} of {self._source} has lost records: it was read to offset {read_to}, and has "
                 f"others from offset {offset} on, which are read now"
             )
+        elif offset > read_to:  # A marker of a transaction, and what compaction took away, leave gaps, too.
+            place = TopicPartition(self._source, partition)
+            start, _ = self._consumer.get_watermark_offsets(place, cached=True)
+            if read_to < start <= offset:
+                self.report.lost += start - read_to
+                self._tell(
+                    f"partition {partition} of {self._source} has lost records: those from offset {read_to} to "
+                    f"{start - 1} were deleted before they were read. Keep records longer (retention.ms)"
+                )
 
     def _pass_on(self, records: Sequence[Message], stopping: Callable[[], bool]) -> None:
         """One batch, in one transaction, with the bad records before it."""
         bad_before = self.report.bad
-        messages = [message for record in records if (message := self._converted(record)) is not None]
+        messages = [(record, message) for record in records if (message := self._converted(record)) is not None]
         self._last |= {_place(record)[0]: record for record in records}
-        if not (messages or self.report.published):
-            if self.report.bad >= _MOST_BAD_FIRST:
-                raise self._all_bad()
-            return
         offsets = [
             TopicPartition(self._source, partition, _place(record)[1] + 1, leader_epoch=record.leader_epoch())
             for partition, record in self._last.items()
         ]
-        for attempt in range(1, _ATTEMPTS + 1):
+        attempt, one_by_one = 1, False
+        while messages or self.report.published:
             self._producer.begin_transaction()
-            for message in messages:
-                self._produce(message.key, message.value)
+            refused = self._send(messages, one_by_one)
             try:
                 group = self._consumer.consumer_group_metadata()
                 _repeated(
@@ -266,30 +290,74 @@ class Bridge:
                     self._consumer.unsubscribe()
                     self._subscribe(stopping)
                     return
+                if refused is not None:
+                    attempt = 1
+                    record, message = messages.pop(refused)
+                    size = len(message.value or b"")
+                    self._note_bad(
+                        record,
+                        f"its message of {size:,} bytes is larger than max.message.bytes of {self._target} "
+                        "(`relaygr topics check`)",
+                    )
+                elif error.args[0].code() == KafkaError.MSG_SIZE_TOO_LARGE and not one_by_one:
+                    one_by_one = True
+                else:
+                    attempt += 1
                 continue
             self.report.published += len(messages)
-            for message in messages:
+            for _, message in messages:
                 self._on_published(message)
             self._next.update({each.partition: each.offset for each in offsets})
             self._last.clear()
             return
+        if self.report.bad >= _MOST_BAD_FIRST:
+            raise self._all_bad()
+
+    def _send(self, messages: Sequence[tuple[Message, Passed]], one_by_one: bool) -> int | None:
+        """Produces the messages. One by one, it waits for each, and returns the index of one that is too large.
+
+        Kafka refuses a whole batch, and does not say because of which message.
+        """
+        refused: list[int] = []
+
+        def delivered(index: int, error: KafkaError | None, _: Message) -> None:
+            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+                refused.append(index)
+
+        for index, (_, message) in enumerate(messages):
+            try:
+                self._produce(message.key, message.value, partial(delivered, index) if one_by_one else None)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError._STATE:
+                    raise
+                break  # The transaction has failed; the next request says why.
+            while one_by_one and self._producer.flush(_TIMEOUT_S):
+                pass
+            if refused:
+                return index
+        return None
 
     def _converted(self, record: Message) -> Passed | None:
         """The message of a record; None for a bad one, which is counted."""
         try:
             return self._convert(record)
         except ValueError as error:
-            reason = f"partition {record.partition()} offset {record.offset()}: {str(error).removeprefix(': ')}"
+            self._note_bad(record, str(error).removeprefix(": "))
+            return None
+
+    def _note_bad(self, record: Message, cause: str) -> None:
+        reason = f"partition {record.partition()} offset {record.offset()}: {cause}"
         self._first_bad = self._first_bad or reason
         if self.report.bad < _SHOWN_BAD:
             self._tell(reason)
         self.report.bad += 1
-        return None
 
-    def _produce(self, key: bytes, value: bytes | None) -> None:
+    def _produce(
+        self, key: bytes, value: bytes | None, on_delivery: Callable[[KafkaError | None, Message], None] | None
+    ) -> None:
         while True:
             try:
-                self._producer.produce(self._target, value, key)
+                self._producer.produce(self._target, value, key, on_delivery=on_delivery)
                 return
             except BufferError:
                 self._producer.poll(_BATCH_S)
@@ -302,12 +370,14 @@ class Bridge:
             f"the group {self.group}."
         )
 
+    def _another_runs(self, effect: str = "") -> RelayError:
+        return RelayError(
+            f"another bridge from {self._source} runs, with the same group {self.group}{effect}: let only one run."
+        )
+
     def _ended_by(self, error: KafkaError) -> RelayError:
         if error.code() in _FENCED:
-            return RelayError(
-                f"another bridge from {self._source} runs, with the same group {self.group}, and took over (or this "
-                f"one had no broker for {_TRANSACTION_MS // 1000} s): let only one run."
-            )
+            return self._another_runs(f", and took over (or this one had no broker for {_TRANSACTION_MS // 1000} s)")
         rights = (
             " It needs Read on the topic and its group, Write on the target, and Write on the transactional id "
             f"{self.group}."
@@ -317,9 +387,22 @@ class Bridge:
             + (rights if error.code() in _REFUSED else "")
         )
 
+    def _wait_for_partitions(self) -> None:
+        """Raises RelayError if the group gives some partitions, and not those that are missing."""
+        missing, now_s = self._partitions - len(self._consumer.assignment()), time.monotonic()
+        if missing != self._missing:
+            self._missing, self._missing_since_s = missing, now_s
+            if missing > 0:
+                self._tell(
+                    f"waits for {missing} partitions of {self._source}: those of a bridge that died come when its "
+                    "session ends"
+                )
+        elif 0 < missing < self._partitions and now_s - self._missing_since_s >= _SESSION_S:
+            raise self._another_runs()
+
     def _is_at_end(self) -> bool:
-        own = {each.partition for each in self._consumer.assignment()}
-        return bool(own) and own <= self._ended
+        """Not before the group has given each partition: a bridge that died keeps some until its session ends."""
+        return len(self._ended) >= self._partitions
 
     def _note_lag(self) -> None:
         lag = 0
