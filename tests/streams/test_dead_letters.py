@@ -18,6 +18,7 @@ from relaygr.kafka.dead_letters import (
     LARGEST_KEY_BYTES,
     LARGEST_RECORD_BYTES,
     dead_letter_headers,
+    read_dead_letters,
 )
 from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
@@ -35,6 +36,7 @@ from relaygr.schemas.headers import (
 )
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import CATALOGUE, Topic
+from tests.worlds.relay import own_topics
 
 NOW_US = 1_700_000_000_000_000
 
@@ -138,6 +140,23 @@ def test_a_message_too_large_for_the_topic_is_cut_and_says_so(kafka_settings: Ka
     detail = dict(found.headers() or [])[DEAD_LETTER_DETAIL]
     assert isinstance(detail, bytes)
     assert detail.decode().startswith(f"value cut from {size} to {LARGEST_RECORD_BYTES - 6} bytes; é")
+
+
+@pytest.mark.kafka
+def test_a_dead_letter_that_is_too_large_for_the_topic_of_this_cluster_is_written_without_the_message(
+    real_broker: LocalBroker,
+) -> None:
+    """It was written again each second, for ever, and its message was never finished."""
+    limits = {Topic.DEAD_LETTERS: {"max.message.bytes": 20_000}}
+    with own_topics(real_broker, topic_settings=limits) as kafka:
+        writer = KafkaSession(kafka, "worker-1").dead_letters
+        done: list[bool] = []
+        writer.write(message(bytes(50_000)), "malformed", "the body is no map", done.append)
+        assert writer.flush(20) == 0
+        (letter,), _ = read_dead_letters(kafka, 10)
+    assert done == [True]
+    assert (letter.key, letter.offset, letter.value_bytes) == (None, 1234, 50_000)
+    assert letter.detail == "the topic refuses the message as too large; the body is no map"
 
 
 def test_a_key_too_long_is_cut_and_says_so(kafka_settings: KafkaSettings) -> None:

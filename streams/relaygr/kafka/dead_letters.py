@@ -2,9 +2,9 @@
 
 The headers named in `relaygr.schemas.headers` hold reason, detail, and the origin: topic, partition, offset, and a
 digest of the value. Kafka cannot erase single records, so a dead letter holds no byte of the message, unless
-`dead_letter_bodies` is set. Then it has the original key and value, and as many of the original headers as fit. A
-detail names fields and limits, never a user. A consumer may continue at once. It finishes the
-offset on `on_done(True)`; on `on_done(False)` the message is delivered to it again. The counter
+`dead_letter_bodies` is set. Then it has the original key and value, and as many of the original headers as fit; if the
+topic refuses it as too large, it is written without them. A detail names fields and limits, never a user. A consumer
+may continue at once. It finishes the offset on `on_done(True)`; on `on_done(False)` the message is delivered to it again. The counter
 `relaygr_dead_letters_total{topic, reason}` counts acknowledged dead letters.
 """
 
@@ -95,9 +95,12 @@ class DeadLetterWriter:
         `reason` is one of a small set, because it is a metric label; `detail` is a sentence. `on_done` gets True when
         the cluster has acknowledged the dead letter, and False if it was not written; the caller then writes it again.
         """
+        self._write(message, reason, detail, on_done, self._with_bodies)
+
+    def _write(self, message: Message, reason: str, detail: str, on_done: OnDone | None, with_body: bool) -> None:
         origin = message.topic() or ""
         now_us = self._clock.wall_us()
-        if self._with_bodies:
+        if with_body:
             key, value, remarks = _cut(message.key(), message.value())
             headers = dead_letter_headers(message, reason, "; ".join([*remarks, detail]), now_us)
         else:
@@ -107,6 +110,10 @@ class DeadLetterWriter:
         def delivered(error: KafkaError | None, _message: Message | None) -> None:
             if error is None:
                 _COUNTED.labels(topic=origin, reason=reason).inc()
+            elif with_body and error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+                remark = "the topic refuses the message as too large"
+                self._write(message, reason, f"{remark}; {detail}", on_done, with_body=False)
+                return
             else:
                 self._not_written(origin, reason, why_undelivered(error))
             if on_done is not None:
