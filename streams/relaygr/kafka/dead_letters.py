@@ -4,8 +4,8 @@ The headers named in `relaygr.schemas.headers` hold reason, detail, and the orig
 digest of the value. Kafka cannot erase single records, so a dead letter holds no byte of the message, unless
 `dead_letter_bodies` is set. Then it has the original key and value, and as many of the original headers as fit; if the
 topic refuses it as too large, it is written without them. A detail names fields and limits, never a user. A consumer
-may continue at once. It finishes the offset on `on_done(True)`; on `on_done(False)` the message is delivered to it again. The counter
-`relaygr_dead_letters_total{topic, reason}` counts acknowledged dead letters.
+may continue at once. It finishes the offset on `on_done(True)`; on `on_done(False)` the message is delivered to it
+again. The counter `relaygr_dead_letters_total{topic, reason}` counts acknowledged dead letters.
 """
 
 from __future__ import annotations
