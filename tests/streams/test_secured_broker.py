@@ -41,12 +41,16 @@ PASSWORD = "open sesame"
 
 @dataclass(frozen=True, slots=True)
 class SecuredBroker:
-    """One broker: with user and password over TLS, with client certificates, with tokens, and with SCRAM."""
+    """One broker: with user and password over TLS, with client certificates, with tokens, and with SCRAM.
+
+    `unreached` is a listener that advertises an address which nobody can reach.
+    """
 
     password: KafkaSettings
     certificate: KafkaSettings
     token: KafkaSettings
     scram: KafkaSettings
+    unreached: KafkaSettings
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
@@ -86,7 +90,8 @@ def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -
         "ssl.keystore.type": "PEM",
         "ssl.keystore.location": str(keystore),
     }
-    with own_broker({"SASL_SSL": "SASL_SSL", "MUTUAL": "SSL", "TOKEN": "SASL_SSL"}, properties) as started:
+    listeners = {"SASL_SSL": "SASL_SSL", "MUTUAL": "SSL", "TOKEN": "SASL_SSL", "UNREACHED": "PLAINTEXT"}
+    with own_broker(listeners, properties, {"UNREACHED": "127.0.0.1:1"}) as started:
         by_password = KafkaSettings(
             bootstrap=started.others["SASL_SSL"],
             topic_prefix="secured",
@@ -114,6 +119,7 @@ def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -
             by_password.model_copy(update={"bootstrap": started.others["MUTUAL"], "security": mutual}),
             by_password.model_copy(update={"bootstrap": started.others["TOKEN"], "security": bearing}),
             with_scram(by_password),
+            KafkaSettings(bootstrap=started.others["UNREACHED"], connect_timeout_s=1.0),
         )
 
 
@@ -214,6 +220,12 @@ def test_a_wrong_password_is_told_as_such(secured: KafkaSettings) -> None:
 def test_an_authority_that_is_not_trusted_is_told_as_such(secured: KafkaSettings) -> None:
     with pytest.raises(RelayError, match=r"certificate.*Check `security`"):
         require_broker(changed(secured, ca_file=None))
+
+
+def test_brokers_that_cannot_be_reached_at_the_addresses_that_they_advertise_are_named(broker: SecuredBroker) -> None:
+    """The address of `bootstrap` answered, and each command waited for 30 s and blamed time-outs."""
+    with pytest.raises(RelayError, match=r"advertise: 127\.0\.0\.1:1 \(Connection refused\). Set advertised.listeners"):
+        require_broker(broker.unreached)
 
 
 def test_plaintext_to_a_tls_listener_points_at_security(secured: KafkaSettings) -> None:

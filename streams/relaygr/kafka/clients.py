@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -196,6 +197,8 @@ _ASSIGNED: Final[dict[str, Any]] = {"enable.auto.offset.store": False, "enable.a
 _SHARE_WITH_A_CAUSE: Final = 0.5
 _METADATA_TRY_S: Final = 0.5
 _NO_BROKER_S: Final = 0.1
+_REACHED_S: Final = 2.0
+_MOST_NAMED: Final = 3
 _LEADERS_S: Final = 2.0
 _LEADER_PAUSE_S: Final = 0.05
 # A wrong protocol is reported as a lost connection; only the text names the cause.
@@ -376,17 +379,20 @@ def require_broker(
     """The cluster's metadata. Raises RelayError with the address and the cause after `connect_timeout_s`.
 
     It raises at once for wrong credentials and TLS errors, and after a few retries for other known causes. It gives up
-    early once `stopping` is set.
+    early once `stopping` is set. One of the brokers that the metadata names must accept a connection: the address of
+    `bootstrap` may answer, while clients can use only those of the metadata.
     """
     errors = ClientErrors("relaygr-connect", on_error, quiet=True)
     admin = _made(AdminClient, _config(kafka, "relaygr-connect", errors))
     started_s = time.monotonic()
     failed_s: float | None = None
+    unreached = ""
     while True:
         left_s = kafka.connect_timeout_s - (time.monotonic() - started_s)
         try:
             found = admin.list_topics(timeout=max(0.01, min(_METADATA_TRY_S, left_s)))
-            if found.brokers:
+            unreached = _unreached(kafka, found)
+            if found.brokers and not unreached:
                 return found
             # The controller may take the only broker of a busy machine for dead for a moment.
             last = KafkaError(KafkaError.BROKER_NOT_AVAILABLE)
@@ -399,11 +405,33 @@ def require_broker(
             failed_s = elapsed_s
         # librdkafka reports only this, at once when connections are closed, and later when nothing answers.
         is_silent = last.code() == KafkaError._ALL_BROKERS_DOWN and (failed_s or 0.0) >= SILENCE_MS / 1000
-        has_cause = errors.last is not None and not is_silent
+        has_cause = bool(unreached) or (errors.last is not None and not is_silent)
         limit_s = kafka.connect_timeout_s * (_SHARE_WITH_A_CAUSE if has_cause else 1.0)
         stopped = stopping is not None and stopping.is_set()
         if last.code() in PERMANENT or elapsed_s >= limit_s or stopped:
-            raise RelayError(_unreachable(kafka, errors.cause, last, elapsed_s, is_silent))
+            raise RelayError(unreached or _unreachable(kafka, errors.cause, last, elapsed_s, is_silent))
+
+
+def _unreached(kafka: KafkaSettings, found: ClusterMetadata) -> str:
+    """A sentence if no broker that the metadata names accepts a connection; else empty."""
+    given = {address.strip() for address in kafka.bootstrap.split(",")}
+    brokers = {f"{each.host}:{each.port}": each for each in found.brokers.values()}
+    causes, ends_s = [], time.monotonic() + kafka.connect_timeout_s
+    for address in sorted(brokers, key=lambda address: address not in given):
+        if causes and time.monotonic() >= ends_s:
+            break
+        try:
+            socket.create_connection((brokers[address].host, brokers[address].port), _REACHED_S).close()
+        except OSError as error:
+            causes.append(f"{address} ({error.strerror or error})")
+        else:
+            return ""
+    if not causes:
+        return ""
+    return (
+        f"Kafka at {kafka.bootstrap} answers, but its brokers cannot be reached at the addresses that they advertise: "
+        f"{', '.join(causes[:_MOST_NAMED])}. Set advertised.listeners of the brokers to addresses that this machine can reach"
+    )
 
 
 def _unreachable(kafka: KafkaSettings, cause: str | None, error: KafkaError, elapsed_s: float, is_silent: bool) -> str:
