@@ -430,7 +430,8 @@ def _unreached(kafka: KafkaSettings, found: ClusterMetadata) -> str:
         return ""
     return (
         f"Kafka at {kafka.bootstrap} answers, but its brokers cannot be reached at the addresses that they advertise: "
-        f"{', '.join(causes[:_MOST_NAMED])}. Set advertised.listeners of the brokers to addresses that this machine can reach"
+        f"{', '.join(causes[:_MOST_NAMED])}. Set advertised.listeners of the brokers to addresses that this machine "
+        "can reach"
     )
 
 
