@@ -245,6 +245,24 @@ def test_a_group_without_members_that_is_behind_is_stopped(real_kafka: KafkaSett
 
 
 @pytest.mark.kafka
+def test_a_group_whose_members_left_before_any_commit_does_not_make_the_others_unknown(
+    real_kafka: KafkaSettings,
+) -> None:
+    """`relaygr lag` ended with 3 for ten minutes after a bridge had found only bad records, until Kafka forgot it."""
+    kafka, group = real_kafka, f"{real_kafka.group_prefix}.bridge"
+    commit(kafka, kafka.workers_group, kafka.topic(Topic.RANKING), {0: 0})
+    member = make_group_consumer(kafka, group, "bridge", options={"enable.auto.commit": False})
+    member.subscribe([kafka.topic(Topic.BEHAVIOURS)])
+    until(lambda: bool(member.assignment()), "it has joined", meanwhile=lambda: member.poll(0.1))
+    member.close()
+    monitor = LagMonitor(KafkaSession(kafka, "test"), FAST)
+    report = monitor.poll()
+    monitor.stop()
+    assert [each.group for each in report.groups] == [kafka.workers_group]
+    assert report.status is not LagStatus.UNKNOWN
+
+
+@pytest.mark.kafka
 def test_a_group_that_kept_up_is_stopped_as_soon_as_its_last_member_has_gone(real_kafka: KafkaSettings) -> None:
     """It was ok for a whole window, since it had kept up at the window's beginning."""
     kafka = real_kafka

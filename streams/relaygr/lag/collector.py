@@ -222,7 +222,11 @@ class _GroupPoll:
         asked = {group: self._ask_committed(admin, cluster, group) for group in groups if described[group].answered}
         committed = {group: _committed(future) for group, future in asked.items()}
         committed |= {group: ({}, described[group].problem) for group in groups if group not in asked}
-        known = {group for group in groups if _is_known(described[group], committed[group][0])}
+        known = {
+            group
+            for group in groups
+            if _is_known(described[group], committed[group][0], has_topics=group in self._ours)
+        }
         known |= {group for group in groups if committed[group][1] is not None}
         shown = [group for group in groups if group in known or group in self._explicit]
         wanted = {
@@ -416,8 +420,10 @@ def _not_answered(error: KafkaException) -> str:
     return f"The coordinator of the group does not answer ({cause}): {remedy}"
 
 
-def _is_known(described: _GroupDescription, offsets: Mapping[TopicPartition, int]) -> bool:
-    return bool(offsets or described.members) or described.state not in (UNKNOWN, "dead") or described.refused
+def _is_known(described: _GroupDescription, offsets: Mapping[TopicPartition, int], *, has_topics: bool) -> bool:
+    # Of an empty group without commits, such as that of a bridge which found no record, nobody knows the topics.
+    without_topics = (UNKNOWN, "dead") if has_topics else (UNKNOWN, "dead", "empty")
+    return bool(offsets or described.members) or described.state not in without_topics or described.refused
 
 
 def _exists(cluster: ClusterMetadata, topic: str) -> bool:
