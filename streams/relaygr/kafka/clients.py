@@ -416,7 +416,7 @@ def _unreached(kafka: KafkaSettings, found: ClusterMetadata) -> str:
     """A sentence if no broker that the metadata names accepts a connection; else empty."""
     given = {address.strip() for address in kafka.bootstrap.split(",")}
     brokers = {f"{each.host}:{each.port}": each for each in found.brokers.values()}
-    causes, ends_s = [], time.monotonic() + kafka.connect_timeout_s
+    causes, ends_s = list[str](), time.monotonic() + kafka.connect_timeout_s
     for address in sorted(brokers, key=lambda address: address not in given):
         if causes and time.monotonic() >= ends_s:
             break
