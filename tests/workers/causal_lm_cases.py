@@ -31,7 +31,14 @@ from relaygr.worker.score_error import made_sample
 from tests.waiting import outcome
 
 MODULE = "relaygr.ranker.causal_lm"
-KINDS = ("llama", "qwen2", "qwen3")
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    # What the head gives is scaled, and bounded.
+    "granite": {"logits_scaling": 8.0},
+    "gemma2": {"final_logit_softcapping": 0.5, "head_dim": 12, "layer_types": ["full_attention"] * 2},
+}
 VOCABULARY, TOKENS, ITEMS = 300, 3, 70
 
 
@@ -95,7 +102,7 @@ def log_likelihoods(folder: Path, rows: np.ndarray, candidates: np.ndarray) -> n
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_the_log_likelihoods_of_the_plain_decoder(tmp_path: Path, kind: str) -> None:
-    folder, random = write_folder(tmp_path, kind), np.random.default_rng(1)
+    folder, random = write_folder(tmp_path, kind, **KINDS[kind]), np.random.default_rng(1)
     engine = opened(folder)
     candidates = random.choice(ITEMS, 12, replace=False)
     for length, suffix, chunk in ((1, 0, None), (1, 1, None), (40, 0, 7), (40, 8, 17), (60, 0, None)):
@@ -157,6 +164,19 @@ class TestRefused:
     def test_more_behaviours_than_it_has_positions(self, tmp_path: Path) -> None:
         folder = write_folder(tmp_path, "llama", max_position_embeddings=100)
         with pytest.raises(RelayError, match="needs 207 positions"):
+            engine_to_check(folder, "cpu", [MODULE])
+
+    @pytest.mark.parametrize(
+        ("name", "says"), [("_orig_mod.lm_head.weight", "missing"), ("lm_head.lora_A.default.weight", "unexpected")]
+    )
+    def test_weights_under_other_names(self, tmp_path: Path, name: str, says: str) -> None:
+        """Those that are missing would be random, and others at each load."""
+        folder = write_folder(tmp_path, "llama")
+        path = folder / "decoder" / "model.safetensors"
+        weights = load_file(path)
+        weights[name] = weights.pop("lm_head.weight") if says == "missing" else torch.zeros(4, 48)
+        save_file(weights, path, {"format": "pt"})
+        with pytest.raises(RelayError, match=f"1 of its weights are {says}.*save the decoder itself"):
             engine_to_check(folder, "cpu", [MODULE])
 
     def test_weights_in_a_pickle(self, tmp_path: Path) -> None:

@@ -31,10 +31,12 @@ _ITEMS = "items.safetensors"
 class CausalLM(Ranker):
     """Options: `decoder` and `items`, names in the folder; `max_history`, `max_suffix` and `max_candidates`."""
 
-    version = "1"
+    version = "2"
 
     def __init__(self, folder: ModelFolder) -> None:
-        """Raises OSError, and ValueError for a decoder whose layers forget, or whose vocabulary lacks tokens."""
+        """Raises OSError, and ValueError for a decoder whose layers forget, whose vocabulary lacks tokens, or whose
+        weights are not those that it has.
+        """
         super().__init__(folder)
         options = folder.options
         decoder, items = folder.path / options.get("decoder", "decoder"), folder.path / options.get("items", _ITEMS)
@@ -45,15 +47,23 @@ class CausalLM(Ranker):
         # They are in the log of a worker, and start a thread.
         disable_progress_bar()
         # Its own code never runs, and neither does a pickle.
-        self._model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             decoder,
             dtype=folder.dtype,
             attn_implementation="sdpa",
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
-        ).to(folder.device)
-        self._model.eval()
+            output_loading_info=True,
+        )
+        # Missing weights would be random ones, others at each load.
+        for what in ("missing_keys", "unexpected_keys"):
+            if names := sorted(found[what]):
+                raise ValueError(
+                    f"{len(names)} of its weights are {what.removesuffix('_keys')}, such as {names[0]}: save the decoder "
+                    "itself by `save_pretrained`, without wrappers, adapters or other heads"
+                )
+        self._model = model.to(folder.device).eval()
         self._config = self._model.config.get_text_config(decoder=True)
         kinds = set(getattr(self._config, "layer_types", None) or [_FULL])
         if kinds != {_FULL}:
@@ -116,17 +126,18 @@ class CausalLM(Ranker):
         of_candidates = torch.arange(asked.shape[1]).repeat(asked.shape[0])
         places = torch.cat((torch.arange(behind.shape[0]), behind.shape[0] + of_candidates))
         mask = _mask(known, behind.shape[0], *asked.shape)
-        hidden = self._model.model(
+        # By the whole decoder: some scale or bound what their head gives.
+        logits: torch.Tensor = self._model(
             input_ids=rows[None],
             position_ids=(known + places)[None].to(rows.device),
             attention_mask=mask[None, None].to(rows.device),
             past_key_values=_cache_of(past, known),
             use_cache=True,
-        ).last_hidden_state[0]
-        last = hidden[behind.shape[0] - 1].expand(candidates.shape[0], 1, -1)
-        inner = hidden[behind.shape[0] :].view(*asked.shape, -1)
-        logits: torch.Tensor = self._model.lm_head(torch.cat((last, inner), dim=1)).float()
-        return logits.log_softmax(-1).gather(2, wanted[..., None]).sum((1, 2))[:, None]
+            logits_to_keep=asked.numel() + 1,
+        ).logits[0]
+        chances = logits.float().log_softmax(-1)
+        inner = chances[1:].view(*asked.shape, chances.shape[1]).gather(2, wanted[:, 1:, None])
+        return chances[0, wanted[:, 0], None] + inner.sum(1)
 
     def _tokens_of(self, items: torch.Tensor) -> torch.Tensor:
         """int64 [items, tokens per item]. Unknown items have the tokens of the last one."""
