@@ -209,6 +209,41 @@ def parquet_bytes(folder: Path) -> int:
     return sum(each.stat().st_size for each in log_files(folder))
 
 
+def test_folders_that_links_name_are_read_once_and_a_link_that_leads_nowhere_is_an_error(
+    write: Write, tmp_path: Path
+) -> None:
+    for name, item in (("elsewhere/1.parquet", 1), ("logs/day=2/1.parquet", 2)):
+        write(name, user_id=["a"], item_id=[item], timestamp=[T0])
+    for name, target in (("day=1", "../elsewhere"), ("latest", "day=2"), ("day=2/up", "..")):
+        (tmp_path / "logs" / name).symlink_to(target)
+    read = read_interactions(tmp_path / "logs", log_map=LogMap(ties=Ties.FILE))
+    assert [item for item, _, _ in of(read, "a")] == [1, 2]
+    (tmp_path / "logs" / "day=3.parquet").symlink_to("gone")
+    with pytest.raises(RelayError, match=r"day=3\.parquet cannot be read: No such file"):
+        read_interactions(tmp_path / "logs")
+
+
+@pytest.mark.parametrize(
+    ("beside", "what"),
+    [
+        ("_delta_log/00000000000000000000.json", "a Delta table"),
+        (".hoodie/hoodie.properties", "a Hudi table"),
+        ("metadata/00000-1.metadata.json", "an Iceberg table"),
+        ("_spark_metadata/0", "a table that a Spark stream wrote"),
+    ],
+)
+@pytest.mark.parametrize("given", ["", "data/day=1"], ids=["the table", "a part of it"])
+def test_a_table_of_which_a_log_says_what_counts_is_refused(
+    write: Write, tmp_path: Path, beside: str, what: str, given: str
+) -> None:
+    """Its folder has the rows of deleted users, and those of each rewrite once more."""
+    write("shop/data/day=1/1.parquet", user_id=["a"], item_id=[1], timestamp=[T0])
+    (tmp_path / "shop" / beside).parent.mkdir()
+    (tmp_path / "shop" / beside).write_text("{}")
+    with pytest.raises(RelayError, match=f"shop is {what}: .* Write its rows to another folder"):
+        read_interactions(tmp_path / "shop" / given)
+
+
 @pytest.mark.parametrize("places", [("0", "3"), ("5", "6")], ids=["first", "last"])
 def test_files_of_empty_partitions_have_no_rows_and_need_no_types(
     write: Write, tmp_path: Path, places: tuple[str, str]

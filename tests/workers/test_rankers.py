@@ -15,7 +15,7 @@ from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model import rankers
 from relaygr.worker.model.config import PrefixRules, RuleError
-from relaygr.worker.model.engine import engine_to_check, load_engine, load_model
+from relaygr.worker.model.engine import engine_to_check, load_engine, load_model, weights_identity
 from relaygr.worker.model.inference import FullRequest, full_inference
 from relaygr.worker.model.interface import Engine, PrefixChunk, TooLongError
 from relaygr.worker.model.rankers import RECORD_FILE, RankerError, read_record
@@ -207,6 +207,18 @@ class TestFolder:
         monkeypatch.setattr(Decoder, "version", "2")
         assert version_of(Decoder) == "2"
         assert load_model(checked(tmp_path / "version")).revision != first
+
+    def test_files_behind_a_link_to_a_folder_are_of_the_model(self, tmp_path: Path) -> None:
+        """Such as a decoder in the cache of a hub. Its K,V would be used by other weights."""
+        decoder = tmp_path / "cache"
+        decoder.mkdir()
+        (decoder / "model.safetensors").write_bytes(b"1")
+        (decoder / "up").symlink_to(tmp_path)
+        folder = checked(tmp_path / "model")
+        (folder / "decoder").symlink_to(decoder)
+        first, identity = load_model(folder).revision, weights_identity(folder)
+        (decoder / "model.safetensors").write_bytes(b"22")
+        assert load_model(folder).revision != first and weights_identity(folder) != identity
 
     def test_a_model_that_claims_more_than_it_keeps_is_refused_at_the_start(self, tmp_path: Path) -> None:
         require_rules(opened(checked(tmp_path / "right")), tmp_path / "right")

@@ -28,7 +28,7 @@ import gzip
 import math
 import re
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, cast
@@ -36,7 +36,7 @@ from typing import IO, Final, cast
 from relaygr.ingest.json_lines import JsonLineError, parse_log_object, parse_object
 from relaygr.ingest.log_map import NO_MAP, LogMap
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.files import LOST, open_regular
+from relaygr.runtime.files import LOST, files_below, open_regular
 
 KUAIRAND_BITS: Final = {
     "is_click": 1,
@@ -257,14 +257,39 @@ def id_text(value: object, field: str) -> str:
     return json_text(value, field)
 
 
-def files_of(folder: Path, suffixes: Collection[str] = ()) -> list[Path]:
+_TABLES: Final = {
+    "_delta_log": "a Delta table",
+    ".hoodie": "a Hudi table",
+    "metadata/*.metadata.json*": "an Iceberg table",
+    "_spark_metadata": "a table that a Spark stream wrote",
+}
+"""What lies beside the files of tables of which only a log says which files, and which rows of them, count."""
+
+
+def files_of(folder: Path) -> list[Path]:
     """The files of a folder and its subfolders by name, numbers in names by their value, without hidden ones and those
-    of the file system.
+    of the file system. A folder that several links name is read once; a link that leads nowhere is a file that cannot
+    be read. Raises RelayError if a folder cannot be read, or is of a table.
     """
-    found = (each.relative_to(folder) for each in folder.rglob("*") if each.is_file())
-    shown = (each for each in found if not any(part[0] in "._" or part == LOST for part in each.parts))
-    wanted = (each for each in shown if not suffixes or each.suffix.lower() in suffixes)
-    return [folder / each for each in sorted(wanted, key=_in_order)]
+    try:
+        found = list(files_below(folder, lambda name: name[0] in "._" or name == LOST))
+        of_folder: dict[Path, Path] = {}
+        found = [
+            each
+            for each in sorted(found, key=lambda each: _in_order(each.relative_to(folder)))
+            if each.is_file() or not each.exists()
+            if of_folder.setdefault(each.parent.resolve(), each.parent) == each.parent
+        ]
+        for place in {place for each in of_folder for place in (each, *each.parents)}:
+            for pattern, what in _TABLES.items():
+                if next(place.glob(pattern), None):
+                    raise RelayError(
+                        f"{place} is {what}: its files may have rows that were deleted or replaced, and only its log "
+                        "says which. Write its rows to another folder as Parquet files, and give that."
+                    )
+    except OSError as error:
+        raise RelayError(f"{folder} cannot be read: {error}.") from error
+    return found
 
 
 def _in_order(path: Path) -> list[tuple[int, str]]:

@@ -119,8 +119,12 @@ def recognise(path: Path, log_map: LogMap = NO_MAP) -> Layout:
 
 
 def log_files(path: Path) -> list[Path]:
-    """The files of a folder, only those of Parquet if there are any, or the file itself, in the order of reading."""
-    return (files_of(path, PARQUET_SUFFIXES) or files_of(path) if path.is_dir() else []) or [path]
+    """The files of a folder, only those of Parquet if there are any, or the file itself, in the order of reading.
+
+    Raises RelayError if a folder cannot be read, or is of a table whose log says which of its files count.
+    """
+    files = files_of(path) if path.is_dir() else []
+    return [each for each in files if each.suffix.lower() in PARQUET_SUFFIXES] or files or [path]
 
 
 def _has_rows(path: Path) -> bool:

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -71,6 +71,23 @@ def has_files(folder: Path) -> bool:
     writes, and `lost+found` is the file system's. Raises OSError.
     """
     return any(not each.name.startswith(".") and each.name != LOST for each in folder.iterdir())
+
+
+def files_below(
+    folder: Path, is_left_out: Callable[[str], bool], above: frozenset[Path] = frozenset()
+) -> Iterator[Path]:
+    """What a folder and its subfolders hold that is no folder, in any order. Links to folders are followed, but not to
+    one that they lie in (`above`). Files and folders with a name that `is_left_out` are not looked at. Raises OSError.
+    """
+    here = folder.resolve()
+    above |= {here, *here.parents}
+    for each in folder.iterdir():
+        if is_left_out(each.name):
+            continue
+        if not each.is_dir():
+            yield each
+        elif each.resolve() not in above:
+            yield from files_below(each, is_left_out, above)
 
 
 def partial_of(path: Path) -> Path:

@@ -96,10 +96,15 @@ def load_model(path: Path) -> Model:
 
 
 def weights_identity(path: Path) -> tuple[int, int, int] | None:
-    """Of the weights in a folder, or of all files of a ranker: another one after each save. None without weights."""
+    """Of the weights in a folder, or of all files of a ranker: another one after each save. None without weights, or
+    while they cannot be read.
+    """
     if not is_ranker(path):
         return file_identity(path / WEIGHTS_FILE)
-    found = [identity for identity in map(file_identity, model_files(path)) if identity is not None]
+    try:
+        found = [identity for identity in map(file_identity, model_files(path)) if identity is not None]
+    except RelayError:
+        return None
     inodes, sizes, times_ns = zip(*found, strict=True) if found else ((), (), ())
     return sum(inodes), sum(sizes), max(times_ns, default=0)
 

@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from relaygr.ranker import PagedRanker, Ranker, Shape
 from relaygr.runtime.errors import RelayError
-from relaygr.runtime.files import read_regular, write_whole
+from relaygr.runtime.files import files_below, read_regular, write_whole
 from relaygr.schemas.messages import MAX_BEHAVIOURS, MAX_CANDIDATES, MAX_FEATURES, MAX_SUFFIX_BEHAVIOURS, MAX_TASKS
 from relaygr.worker.kv import PrefixLayout
 from relaygr.worker.model.config import CONFIG_FILE, PrefixRules, describe_problems
@@ -191,12 +191,15 @@ def files_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in model_files(folder))
 
 
-def model_files(folder: Path) -> Iterator[Path]:
-    """The files of the model, in the order of their names. Hidden ones are of tools, and some are half written."""
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
-        if path.is_file() and str(inside) not in _BESIDE and not any(part.startswith(".") for part in inside.parts):
-            yield path
+def model_files(folder: Path) -> list[Path]:
+    """The files of the model, also in folders that links name, in the order of their names. Hidden ones are of tools,
+    and some are half written. Raises RelayError if the folder cannot be read.
+    """
+    try:
+        found = sorted(files_below(folder, lambda name: name.startswith(".")))
+    except OSError as error:
+        raise RelayError(f"{folder} cannot be read: {error}.") from error
+    return [path for path in found if path.is_file() and str(path.relative_to(folder)) not in _BESIDE]
 
 
 def require_allowed(name: str, allowed: Sequence[str]) -> None:
