@@ -23,7 +23,7 @@ from relaygr.worker.model.engine import engine_to_check, load_engine
 from relaygr.worker.model.ranker_engine import RankerEngine
 from relaygr.worker.model.rankers import RECORD_FILE, read_ranker, read_record, write_record
 from tests.worlds.other_rankers import Other
-from tests.worlds.toy_rankers import MODULE, write_folder
+from tests.worlds.toy_rankers import MODULE, checked, write_folder
 
 
 @pytest.fixture
@@ -59,6 +59,19 @@ def test_show_says_what_a_ranker_takes_and_what_it_needs_and_runs_no_code(
         assert part in shown
     found = json.loads(said("model", "show", ranker, "--json"))
     assert (found["shape"]["state_dim"], found["kv_bytes_per_token"]["bfloat16"]) == (12, 144)
+
+
+def test_what_a_ranker_prints_is_not_in_the_json(tmp_path: Path) -> None:
+    model = checked(tmp_path, "Talks")
+    for command in (
+        ("model", "check", "MODEL", "--minutes", "0.05", "--kv-dtype", "bfloat16"),
+        ("model", "check-kv", "MODEL", "--kv-dtype", "bfloat16", "--users", "1"),
+        ("model", "bench", "MODEL", "--length", "64", "--candidates", "8", "--repeats", "1"),
+        ("calibrate", "--model", "MODEL", "--quick"),
+    ):
+        words = [word.replace("MODEL", str(model)) for word in command]
+        done = CliRunner().invoke(app, [*words, "--ranker-module", MODULE, "--json"])
+        assert "the tables are loaded" in done.stderr and json.loads(done.stdout), command
 
 
 @pytest.mark.parametrize(

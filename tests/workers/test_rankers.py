@@ -114,6 +114,8 @@ class TestScores:
             ("LacksALayer", "K,V of 1 layers, not of 2"),
             ("LacksStates", "no states, its shape has 12 a row"),
             ("FailsForSomeItems", "rank raised ZeroDivisionError: no such item"),
+            # It would end the device thread without a word.
+            ("ExitsInRank", "rank raised SystemExit: no such item"),
             ("HasTooFewPagedScores", r"forward returned scores \[19, 1\], not \[20, 1\]"),
             ("RaisesInTheForward", "raised ZeroDivisionError: no such kernel"),
         ],
@@ -160,10 +162,16 @@ class TestFolder:
             (f"{MODULE}:Nobody", "cannot be imported: AttributeError"),
             (f"{MODULE}:NO_RANKER", "no subclass of relaygr.ranker.Ranker"),
             (f"{MODULE}:CannotBeMade", "cannot be made from .*KeyError: 'embedding.weight'"),
+            (f"{MODULE}:ExitsWhenMade", "cannot be made from .*SystemExit: 2"),
+            ("exits_at_import:Ours", "cannot be imported: SystemExit: 2"),
             (f"{MODULE}:HasNoRoomForStates", "state_dim 25: its size must be 0 to 24"),
         ],
     )
-    def test_a_ranker_that_cannot_be_opened_is_one_sentence(self, tmp_path: Path, name: str, says: str) -> None:
+    def test_a_ranker_that_cannot_be_opened_is_one_sentence(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+    ) -> None:
+        (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit(2)\n")
+        monkeypatch.syspath_prepend(tmp_path)
         write_folder(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps({"ranker": name}))
         with pytest.raises(RelayError, match=says):
@@ -233,7 +241,12 @@ class TestFolder:
         """A ranker that nobody opens tests nothing."""
         tests = (
             Path(__file__).parents[1] / name
-            for name in ("workers/test_rankers.py", "workers/test_model_check.py", "pipeline/test_ranker_relay.py")
+            for name in (
+                "workers/test_rankers.py",
+                "workers/test_model_check.py",
+                "pipeline/test_ranker_relay.py",
+                "cli/test_ranker_commands.py",
+            )
         )
         text = "".join(path.read_text(encoding="utf-8") for path in tests)
         kinds = (kind for kind in vars(toy_rankers).values() if isinstance(kind, type) and issubclass(kind, Decoder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -293,6 +294,29 @@ class CannotBeMade(Decoder):
     def __init__(self, folder: ModelFolder) -> None:
         super().__init__(folder)
         raise KeyError("embedding.weight")
+
+
+class ExitsWhenMade(Decoder):
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder)
+        sys.exit(2)
+
+
+class ExitsInRank(Decoder):
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        sys.exit("no such item")
+
+
+class Talks(Decoder):
+    """Prints while it is made, and in each call."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder)
+        print("the tables are loaded")
+
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        print("prefix", start, end)
+        return super().prefix(history, start, end, past)
 
 
 class FailsForSomeItems(Decoder):

@@ -17,7 +17,7 @@ from relaygr.cli.model_options import (
     ThreadsOption,
 )
 from relaygr.cli.options import require_writable
-from relaygr.cli.texts import parse_size, plain_console, stdout_console, warn_if_busy
+from relaygr.cli.texts import parse_size, plain_console, prints_to_stderr, stdout_console, warn_if_busy
 from relaygr.progress import progress_bars
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
@@ -76,20 +76,14 @@ def calibrate(
         require_writable("--out", out)
     configure_logging(LogSettings(level=LogLevel.WARNING))
     console = stdout_console()
-    engine = load_engine(
-        model,
-        device,
-        kv_dtype,
-        page_tokens,
-        threads,
-        compute_dtype,
-        cuda_graphs,
-        parse_size("--device-table-bytes", device_table_bytes),
-        ranker_module or (),
-    )
-    require_finite_scores(engine, model)
+    table_bytes = parse_size("--device-table-bytes", device_table_bytes)
+    with prints_to_stderr():
+        engine = load_engine(
+            model, device, kv_dtype, page_tokens, threads, compute_dtype, cuda_graphs, table_bytes, ranker_module or ()
+        )
+        require_finite_scores(engine, model)
     bind_own_arena(engine)
-    with progress_bars() as bars, CoreWatch() as watch:
+    with prints_to_stderr(), progress_bars() as bars, CoreWatch() as watch:
         bars.began("calibrating", 1)
         budget_s = QUICK_BUDGET_S if quick else budget_s
         calibration = measure(engine, budget_s, bars.share)

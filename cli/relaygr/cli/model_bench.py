@@ -22,7 +22,7 @@ from relaygr.cli.model_options import (
     RankerModulesOption,
     ThreadsOption,
 )
-from relaygr.cli.texts import parse_size, show_age, show_size, stdout_console, warn_if_busy
+from relaygr.cli.texts import parse_size, prints_to_stderr, show_age, show_size, stdout_console, warn_if_busy
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramKvDtype
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
@@ -75,9 +75,10 @@ def bench_command(
     from relaygr.worker.model.engine import load_engine
 
     configure_logging(LogSettings(level=LogLevel.WARNING))
-    engine = load_engine(
-        model, device, kv_dtype, DEFAULT_PAGE_TOKENS, threads, compute_dtype, ranker_modules=ranker_module or ()
-    )
+    with prints_to_stderr():
+        engine = load_engine(
+            model, device, kv_dtype, DEFAULT_PAGE_TOKENS, threads, compute_dtype, ranker_modules=ranker_module or ()
+        )
     limits = engine.limits
     lengths = sorted(set(length or _doubling(limits.max_prefix_behaviours)))
     if lengths[-1] > limits.max_prefix_behaviours or candidates > limits.max_candidates:
@@ -86,7 +87,7 @@ def bench_command(
             "give a smaller --length or --candidates."
         )
     hbm_bytes, dram_bytes = _bytes("--hbm", hbm, "hbm_bytes"), _bytes("--dram", dram, "dram_bytes")
-    with CoreWatch() as watch:
+    with prints_to_stderr(), CoreWatch() as watch:
         figures = measure(engine, lengths, candidates, new_behaviours, dram_kv_dtype, repeats)
     warn_if_busy(watch.cores)
     grows = engine.rules.grows

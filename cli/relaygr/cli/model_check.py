@@ -21,7 +21,7 @@ from rich.table import Table
 
 from relaygr.cli.model_options import DeviceOption, RankerModulesOption
 from relaygr.cli.options import ColumnsOption, JsonOption
-from relaygr.cli.texts import plain_console, print_json, stdout_console
+from relaygr.cli.texts import plain_console, print_json, prints_to_stderr, stdout_console
 from relaygr.ingest.known import KnownModel, named_log
 from relaygr.ingest.reading import read_interactions
 from relaygr.progress import Bars, progress_bars
@@ -98,7 +98,7 @@ def check_command(
     given = [each for each in (kv_dtype, dram_kv_dtype, compute_dtype) if each is not None]
     checking = TypeCheck(model, device, ranker_module or (), kv_dtype, compute_dtype)
     types = given or checking.every_type()
-    with progress_bars() as bars:
+    with prints_to_stderr(), progress_bars() as bars:
         tried = _try_rules(model, device, ranker_module or (), interactions, columns, users, minutes, bars)
         measured: list[TypeFinding] = []
         if not tried.refused:

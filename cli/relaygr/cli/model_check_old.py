@@ -30,7 +30,7 @@ from relaygr.cli.model_options import (
     RankerModulesOption,
 )
 from relaygr.cli.options import ColumnsOption, JsonOption
-from relaygr.cli.texts import plain_console, print_json, stdout_console
+from relaygr.cli.texts import plain_console, print_json, prints_to_stderr, stdout_console
 from relaygr.runtime.errors import RelayError
 from relaygr.worker.kv import DramKvDtype, KvDtype
 from relaygr.worker.model.options import ComputeDtype
@@ -115,8 +115,10 @@ def _measure(
 
     configure_logging(LogSettings(level=LogLevel.WARNING))
     allowed = ranker_modules or ()
-    users, candidates = sample_of(model, engine_to_check(model, device, allowed), *sample)
-    [found] = TypeCheck(model, device, allowed, kv_dtype, compute_dtype).run([dtype], users, candidates, float("inf"))
+    with prints_to_stderr():
+        users, candidates = sample_of(model, engine_to_check(model, device, allowed), *sample)
+        checking = TypeCheck(model, device, allowed, kv_dtype, compute_dtype)
+        [found] = checking.run([dtype], users, candidates, float("inf"))
     option = found.setting.replace("_", "-")
     plain_console(stderr=True).print(
         f"`relaygr model {name}` is deprecated: use `relaygr model check {model} --{option} {dtype}`.", soft_wrap=True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import sys
+from contextlib import AbstractContextManager, redirect_stdout
 from typing import TYPE_CHECKING, Final
 
 import typer
@@ -76,6 +78,11 @@ def warn_if_busy(cores: Cores) -> None:
     if cores.is_busy:
         said = cores.said[0].upper() + cores.said[1:]
         typer.echo(f"{said}: measured times may be too long. Measure on a quiet machine.", err=True)
+
+
+def prints_to_stderr() -> AbstractContextManager[object]:
+    """Around code of a team's own: what it prints is not a part of the command's result, such as JSON."""
+    return redirect_stdout(sys.stderr)
 
 
 def print_json(content: object) -> None:

@@ -275,7 +275,7 @@ def open_ranker(
     except RelayError:
         raise
     # Whatever a team's code raises, the operator is told which code it was.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RelayError(
             f"The ranker {config.ranker} cannot be made from {path}: {type(error).__name__}: {error}."
         ) from error

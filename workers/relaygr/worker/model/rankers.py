@@ -45,12 +45,12 @@ class RankerError(RelayError):
 
 @contextmanager
 def ranker_code(name: str) -> Iterator[None]:
-    """Around code of a team's own: whatever it raises, the log says which code it was."""
+    """Around code of a team's own: whatever it raises, the log says which code it was. It does not end a thread."""
     try:
         yield
     except RankerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Devices may have an error type of their own with this name.
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise
@@ -227,8 +227,8 @@ def ranker_class(name: str, allowed: Sequence[str]) -> type[Ranker] | type[Paged
             f"No installed package has the entry point {name} of {GROUP}, or several have: install the ranker's "
             "package, or name it as MODULE:CLASS."
         ) from error
-    # What the module does when it is imported is not ours.
-    except Exception as error:
+    # What the module does when it is imported is not ours: a training script reads the command line, and exits.
+    except (Exception, SystemExit) as error:
         raise RelayError(f"The ranker {name} cannot be imported: {type(error).__name__}: {error}.") from error
     if not (isinstance(found, type) and issubclass(found, (Ranker, PagedRanker))):
         raise RelayError(f"{name} is no subclass of relaygr.ranker.Ranker, nor of PagedRanker.")
