@@ -157,6 +157,11 @@ def _from_files(source: str, place: Path) -> Path:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shown = fsspec.callbacks.Callback(hooks={"bar": show})
             files.get_file(f"{folder}/{name}", str(place / name), callback=shown)
+            if (place / name).is_dir():
+                raise RelayError(
+                    f"{masked(source)}: {name} is a link to a folder, which is not fetched. Give the path of the "
+                    "checkpoint in place of the URL."
+                )
     files.invalidate_cache()
     if before != [files.ukey(f"{folder}/{name}") for name in names]:
         raise SourceError(f"{masked(source)} was replaced while it was read.")

@@ -123,6 +123,17 @@ def test_a_ranker_in_object_storage_is_fetched_with_every_file(ranker: Path, tmp
     assert (tmp_path / "served" / "current" / "tables" / "brands.txt").read_text() == "7\n"
 
 
+def test_what_lies_behind_a_link_to_a_folder_is_deployed_or_the_source_refused(ranker: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "decoder.bin").write_text("7")
+    (ranker / "decoder").symlink_to("../cache")
+    said("model", "deploy", ranker, tmp_path / "served", "--calibrate-at-start")
+    assert read_ranker(tmp_path / "served" / "current").revision == read_ranker(ranker).revision
+    assert (tmp_path / "served" / "current" / "decoder" / "decoder.bin").read_text() == "7"
+    refused = said("model", "deploy", ranker.as_uri(), tmp_path / "other", "--calibrate-at-start", code=1)
+    assert "decoder is a link to a folder, which is not fetched" in refused and not (tmp_path / "other").exists()
+
+
 def test_the_doctor_reads_a_ranker_and_says_if_its_code_may_not_run(ranker: Path) -> None:
     [found] = observe.checkpoint(ranker, [MODULE])
     assert found.verdict is Verdict.OK and read_ranker(ranker).revision in found.what
