@@ -346,6 +346,20 @@ def test_the_user_of_a_key_has_a_known_name_without_a_map() -> None:
     assert MappedObjects(NO_MAP).deleted_user(b'{"userId": "ann"}') == "ann"
 
 
+@pytest.mark.parametrize("late", ["timestamp", "rating", "action"])
+def test_a_field_of_json_lines_that_comes_after_the_first_ones_is_not_lost(tmp_path: Path, late: str) -> None:
+    """Writers that leave out null make such logs. All codes would be 0, all times too."""
+    every = {"user_id": "ann", "item_id": 7, "timestamp": 1_700_000_000}
+    first = {name: value for name, value in every.items() if name != late} | {"price": 3}
+    lines = [*[first] * 30, first | {late: 5}, first | {"note": "a field that is not read may come at any time"}]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(RelayError, match=rf"log\.jsonl: line 31: {late} is in none of the first 20 lines"):
+        read_interactions(path)
+    path.write_text("\n".join(map(json.dumps, [*lines[:30], lines[31]])))
+    assert read_interactions(path).report.interactions == 31
+
+
 def test_the_command_says_which_code_an_event_has(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(json_text(ROWS))
     done = dry_run(tmp_path / "log", "--columns", COLUMNS, "--actions", ACTIONS)

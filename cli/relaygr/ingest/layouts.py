@@ -28,8 +28,8 @@ import gzip
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final, cast
 
@@ -147,6 +147,10 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
+class LateFieldError(ValueError):
+    """A line has a field of a log that the first lines lack, from which it is found what a line has."""
+
+
 class LayoutKind(enum.StrEnum):
     """The known layouts."""
 
@@ -185,6 +189,8 @@ class Layout:
     map: LogMap = NO_MAP
     keys: tuple[str, ...] = ()
     """The columns of JSON lines and Parquet: their names."""
+    first_fields: frozenset[str] = frozenset()
+    """The fields of the first lines, of JSON lines."""
 
     @property
     def has_times(self) -> bool:
@@ -211,16 +217,26 @@ class Layout:
         return "all 0, since it has no column of them" if self.codes is None else "those of its column of actions"
 
     def split(self, line: Line) -> Sequence[str]:
-        """The fields of a line. Raises csv.Error for broken quotes, JsonLineError for broken JSON."""
+        """The fields of a line. Raises csv.Error for broken quotes, JsonLineError for broken JSON, LateFieldError."""
         if isinstance(line, tuple):
             return line
         if self.keys:
             found = parse_log_object(line.encode("utf-8", "surrogateescape"))
+            if not found.keys() <= self.first_fields:
+                self._refuse_late(found)
             ids = (self.user, self.item)
             return [(id_text if at in ids else json_text)(found.get(key), key) for at, key in enumerate(self.keys)]
         if self.quoted and '"' in line:
             return next(csv.reader((line,), delimiter=self.separator, strict=True))
         return line.split(self.separator)
+
+    def _refuse_late(self, found: Mapping[str, object]) -> None:
+        """Raises LateFieldError for a field that would have been read, had one of the first lines had it."""
+        late = [name for name in found if name not in self.first_fields]
+        has_actions = bool(self.flags) or self.rating is not None or self.codes is not None
+        for role, is_read in (("time", self.has_times), ("rating", has_actions), ("action", has_actions)):
+            if not is_read and (at := column_of(role, late, self.map)) is not None:
+                raise LateFieldError(f"{late[at]} is in none of the first {SAMPLE_LINES} lines")
 
     def columns(self, lines: Sequence[Line]) -> list[Sequence[str]]:
         """The fields of all lines by column. Raises ValueError unless every line has `column_count` fields."""
@@ -359,7 +375,8 @@ def _json_lines(path: Path, lines: Sequence[str], log_map: LogMap) -> Layout:
     if not fields:
         raise RelayError(f"{path} begins with '{{', but no line is an object: write each on one line (jq -c .).")
     found = named_columns(path, list(fields), log_map)
-    return with_keys(LayoutKind.JSON_LINES, found, log_map, f"an object on each line, with {found.shown}")
+    layout = with_keys(LayoutKind.JSON_LINES, found, log_map, f"an object on each line, with {found.shown}")
+    return replace(layout, first_fields=frozenset(fields))
 
 
 def with_keys(kind: LayoutKind, found: NamedColumns, log_map: LogMap, because: str) -> Layout:

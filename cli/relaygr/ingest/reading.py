@@ -49,6 +49,7 @@ from relaygr.ingest.gather import (
 from relaygr.ingest.json_lines import JsonLineError
 from relaygr.ingest.layouts import (
     FLAG_VALUES,
+    LateFieldError,
     Layout,
     LayoutKind,
     Line,
@@ -160,7 +161,7 @@ class _Reader:
 
     def __init__(self, path: Path, layout: Layout, rows: Rows, file: str) -> None:
         """`file`: the name of one of several files. Raises RelayError if it has other columns than the first one."""
-        self.layout, self.rows, self._file = layout, rows, file
+        self.layout, self.rows, self._path, self._file = layout, rows, path, file
         self.header_seen = False
         first = rows.layout
         for what, said in _MUST_AGREE.items():
@@ -199,6 +200,10 @@ class _Reader:
             try:
                 self._explain(line)
                 self.rows.chunks.append(self._convert([number], [line]))
+            except LateFieldError as error:
+                raise RelayError(
+                    f"{self._path}: line {number}: {error}, so it would not be read. Write it in every line, or in none."
+                ) from error
             except (_LogLineError, BadIdError, JsonLineError, csv.Error) as error:
                 self.rows.reject(number, str(error), self._file)
 
