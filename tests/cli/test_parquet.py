@@ -195,6 +195,18 @@ def test_codes_and_flags(write: Write) -> None:
     ]
 
 
+@pytest.mark.parametrize("zone", [None, "Asia/Seoul"])
+def test_times_without_a_zone_are_taken_as_utc_and_a_note_says_so(
+    write: Write, tmp_path: Path, zone: str | None
+) -> None:
+    """Some writers mean the clock on their wall, which nothing in the file says."""
+    log = write("1.parquet", user_id=["a"], item_id=[1], timestamp=pa.array([T0 * 10**6], pa.timestamp("us", zone)))
+    text = tmp_path / "log.csv"
+    text.write_text(f"user_id,item_id,timestamp\na,1,2020-09-13 12:26:40{'+09:00' if zone else ''}\n")
+    for path in (log, text):
+        assert ("times without a zone are taken as UTC" in read_interactions(path).report.notes) is (zone is None)
+
+
 def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(write: Write, tmp_path: Path) -> None:
     for name, item in (("b/1.parquet", 2), ("a/2.parquet", 1), ("_temporary/0.parquet", 9), (".hidden.parquet", 9)):
         write(f"logs/{name}", user_id=["a"], item_id=[item], timestamp=[T0])

@@ -312,10 +312,10 @@ class Talks(Decoder):
 
     def __init__(self, folder: ModelFolder) -> None:
         super().__init__(folder)
-        print("the tables are loaded")
+        print("the tables are loaded")  # noqa: T201
 
     def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
-        print("prefix", start, end)
+        print("prefix", start, end)  # noqa: T201
         return super().prefix(history, start, end, past)
 
 

@@ -27,6 +27,7 @@ _SECONDS_BELOW: Final = 1e11
 _MILLISECONDS_BELOW: Final = 1e14
 _MICROSECONDS_BELOW: Final = 1e17
 _SHOWN_BAD_LINES: Final = 5
+TAKEN_AS_UTC: Final = "times without a zone are taken as UTC"
 
 _S = TypeVar("_S", bound=np.generic)
 Progress = Callable[[int], None]
@@ -282,6 +283,8 @@ class Rows:
     files_without_rows: int = 0
     lines_in_fields: int = 0
     """Lines that are no row, since a field in quotes goes on in them."""
+    lack_zones: bool = False
+    """Whether times of ISO 8601 were seen that name no zone."""
 
     def __post_init__(self) -> None:
         of_ids = self.layout.latin1_ids, self.layout.has_gaps
@@ -360,6 +363,8 @@ class Rows:
         notes = list(self.layout.notes)
         if self.layout.time is not None and not self.layout.time_is_ms and items.size:
             notes.append(f"timestamps are taken as {unit}")
+        if self.lack_zones:
+            notes.append(TAKEN_AS_UTC)
         for index in (self.users, self.items):
             if named := [f"`{name}`" for name in _LIKE_GAPS if name in index]:
                 notes.append(f"{', '.join(named)} is read as an id: leave its lines out if it means a missing value")

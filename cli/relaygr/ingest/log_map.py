@@ -156,9 +156,22 @@ def time_number(text: str) -> float:
     return value
 
 
+def lacks_zone(text: str) -> bool:
+    """Whether it is a time of ISO 8601 without a zone."""
+    try:
+        return _named(text).tzinfo is None and not text.strip().endswith(" UTC") and not text.strip().isdecimal()
+    except ValueError:
+        return False
+
+
+def _named(text: str) -> datetime.datetime:
+    """Raises ValueError."""
+    return datetime.datetime.fromisoformat(text.strip().removesuffix(" UTC"))
+
+
 def iso_ms(text: str) -> int:
     """The ms since the epoch of a time of ISO 8601, in UTC unless it says otherwise. Raises ValueError."""
-    named = datetime.datetime.fromisoformat(text.strip().removesuffix(" UTC"))
+    named = _named(text)
     named = named if named.tzinfo else named.replace(tzinfo=datetime.UTC)
     # Whole numbers: the product of a float would be a millisecond less at times.
     return (named - _EPOCH) // datetime.timedelta(milliseconds=1)

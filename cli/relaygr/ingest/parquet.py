@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from relaygr.ingest.gather import TAKEN_AS_UTC
 from relaygr.ingest.layouts import Layout, LayoutKind, NamedColumns, named_columns, with_keys
 from relaygr.ingest.log_map import LogMap
 from relaygr.runtime.errors import RelayError
@@ -59,7 +60,10 @@ def recognise_parquet(path: Path, log_map: LogMap) -> Layout:
             found = replace(found, time_is_ms=True)
         elif found.time is not None and _is_null(schema.types[found.time]):
             found = replace(found, time_is_ms=None)
-        return with_keys(LayoutKind.PARQUET, found, log_map, f"a Parquet file with {found.shown}")
+        layout = with_keys(LayoutKind.PARQUET, found, log_map, f"a Parquet file with {found.shown}")
+        if found.time is not None and _lacks_zone(schema.types[found.time]):
+            layout = replace(layout, notes=(*layout.notes, TAKEN_AS_UTC))
+        return layout
 
 
 def count_rows(path: Path) -> int:
@@ -157,6 +161,12 @@ def _is_calendar(kind: Any) -> bool:
     import pyarrow.types as types
 
     return bool(types.is_timestamp(kind) or types.is_date(kind))
+
+
+def _lacks_zone(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_timestamp(kind)) and kind.tz is None
 
 
 def _texts(column: Any) -> list[str]:

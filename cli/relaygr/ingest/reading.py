@@ -63,6 +63,7 @@ from relaygr.ingest.log_map import (
     LARGEST_TIME,
     NO_MAP,
     LogMap,
+    lacks_zone,
     lost_digits,
     rating_code,
     time_number,
@@ -202,7 +203,8 @@ class _Reader:
                 self.rows.chunks.append(self._convert([number], [line]))
             except LateFieldError as error:
                 raise RelayError(
-                    f"{self._path}: line {number}: {error}, so it would not be read. Write it in every line, or in none."
+                    f"{self._path}: line {number}: {error}, so it would not be read. Write it in every line, or in "
+                    "none."
                 ) from error
             except (_LogLineError, BadIdError, JsonLineError, csv.Error) as error:
                 self.rows.reject(number, str(error), self._file)
@@ -212,7 +214,10 @@ class _Reader:
         layout = self.layout
         columns = layout.columns(lines)
         count = len(lines)
-        times = np.zeros(count) if layout.time is None else _times(columns[layout.time])
+        times = np.zeros(count)
+        if layout.time is not None:
+            times = _times(columns[layout.time])
+            self.rows.lack_zones = self.rows.lack_zones or lacks_zone(columns[layout.time][0])
         actions = np.zeros(count, "<u2")
         if layout.rating is not None:
             ratings = np.fromiter(map(float, columns[layout.rating]), "f8", count)

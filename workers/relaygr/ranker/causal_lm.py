@@ -60,8 +60,8 @@ class CausalLM(Ranker):
         for what in ("missing_keys", "unexpected_keys"):
             if names := sorted(found[what]):
                 raise ValueError(
-                    f"{len(names)} of its weights are {what.removesuffix('_keys')}, such as {names[0]}: save the decoder "
-                    "itself by `save_pretrained`, without wrappers, adapters or other heads"
+                    f"{len(names)} of its weights are {what.removesuffix('_keys')}, such as {names[0]}: save the "
+                    "decoder itself by `save_pretrained`, without wrappers, adapters or other heads"
                 )
         self._model = model.to(folder.device).eval()
         self._config = self._model.config.get_text_config(decoder=True)
