@@ -20,6 +20,7 @@ from relaygr.worker.model.attention.spec import AttentionSpec
 from relaygr.worker.model.fused import kv_rounding
 from relaygr.worker.model.options import RelativeBias
 from relaygr.worker.model.triton import attention as triton_backend
+from relaygr.worker.model.triton import launch
 from relaygr.worker.model.triton.attention import TritonAttention, warm_up
 from tests.worlds.attention import random_biases
 from tests.worlds.triton import BLOCKS, DEVICE
@@ -90,7 +91,7 @@ def test_kernels_that_do_not_compile_are_not_used(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_gpu_without_float8_is_said_to_be_one_and_int8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(launch, "compute_capability", lambda: 80)
     monkeypatch.setattr(triton_backend, "warm_up", nothing)
     for dtype, warned in ((KvDtype.FLOAT8, True), (KvDtype.INT8, False)):
         with capture_logs() as logs:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.attention.bias import RelativeBiases
@@ -30,8 +31,8 @@ _STORE_ROWS = 32
 _JOIN_ROWS = 8
 _LEAST_DOT = 16
 """The smallest side of a tile in `tl.dot`."""
-_FLOAT8_FROM = (8, 9)
-"""Compute capability from which on a GPU has e4m3."""
+_FLOAT8_FROM = 89
+"""The compute capability, times ten, from which on a GPU has e4m3."""
 _tuning = threading.Lock()
 
 
@@ -145,9 +146,14 @@ class _Launch:
     """The result, and partial sums after it: one of the arguments."""
 
 
+def compute_capability() -> int:
+    """Of the calling thread's GPU, times ten."""
+    return int(driver.active.get_current_target().arch)
+
+
 def check_stored_type(dtype: KvDtype, device: torch.device) -> None:
     """Raises ValueError if Triton does not compile the stored type for this GPU."""
-    if dtype is KvDtype.FLOAT8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FLOAT8_FROM:
+    if dtype is KvDtype.FLOAT8 and device.type != "cpu" and compute_capability() < _FLOAT8_FROM:
         raise ValueError(
             "Triton computes with float8 on GPUs of compute capability 8.9 or newer; worker.kv_dtype=int8 takes as"
             " little memory, is more exact, and runs here"
