@@ -28,7 +28,10 @@ from relaygr.runtime.errors import RelayError
 from relaygr.runtime.files import sync_folder
 from relaygr.runtime.private_files import make_private, open_private, private_folder, rewrite
 
-REMEDY: Final = "Stop the workers that use it and delete the folder: a worker reads the topic again"
+REMEDY: Final = (
+    "Stop the workers that use it and delete the folder, but not its subfolder pool-deletions: a worker reads the topic "
+    "again"
+)
 ORIGIN: Final = b"origin"
 LAYOUT_KEY: Final = b"layout"
 REMOVED_AT: Final = b"removed_at_ms"
