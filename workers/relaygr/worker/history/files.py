@@ -29,8 +29,8 @@ from relaygr.runtime.files import sync_folder
 from relaygr.runtime.private_files import make_private, open_private, private_folder, rewrite
 
 REMEDY: Final = (
-    "Stop the workers that use it and delete the folder, but not its subfolder pool-deletions: a worker reads the topic "
-    "again"
+    "Stop the workers that use it and delete the folder, but not its subfolder pool-deletions: a worker reads the "
+    "topic again"
 )
 ORIGIN: Final = b"origin"
 LAYOUT_KEY: Final = b"layout"
