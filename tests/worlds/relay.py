@@ -38,7 +38,7 @@ from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.engine import load_engine
 from relaygr.worker.model.options import ContextualFeature, Task, TaskKind
 from relaygr.worker.settings import WorkerSettings
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 PARTITIONS = 12
 MAX_PREFIX = 1024
@@ -124,7 +124,12 @@ def own_topics(broker: LocalBroker, **fields: Any) -> Iterator[KafkaSettings]:
     prefix = f"test-{uuid.uuid4().hex[:12]}"
     settings = broker.settings(
         KafkaSettings(
-            topic_prefix=prefix, group_prefix=prefix, partitions=PARTITIONS, dead_letter_bodies=True, **fields
+            topic_prefix=prefix,
+            group_prefix=prefix,
+            partitions=PARTITIONS,
+            dead_letter_bodies=True,
+            connect_timeout_s=PATIENCE_S,
+            **fields,
         )
     )
     broker.create_topics(settings)
