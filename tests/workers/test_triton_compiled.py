@@ -83,7 +83,8 @@ def test_whatever_the_tuner_chooses_is_good_code(gpu: str, dimension: int, kind:
     if version("triton").startswith(OLDEST):
         # It spills and serialises more: the tuner must have something better to choose.
         assert not_serialised, report
-        assert min(not_serialised) <= (OLDEST_SPILL_BYTES if gpu == "sm_80" else TOLERATED_SPILL_BYTES), report
+        spills_most = gpu == "sm_80" and "int8" in kind
+        assert min(not_serialised) <= (OLDEST_SPILL_BYTES if spills_most else TOLERATED_SPILL_BYTES), report
     else:
         assert not_serialised and len(not_serialised) == len(fitting), report
         assert max(not_serialised) <= TOLERATED_SPILL_BYTES, report
