@@ -57,7 +57,7 @@ def worker(settings: Settings, lie: str) -> Iterator[None]:
     """Answers every request, but for every 20th as the lie says."""
     stopping = threading.Event()
     consumer = make_group_consumer(settings, settings.workers_group, "liar", instance_id="liar")
-    producer = make_producer(settings, ProducerKind.LATENCY, "liar")
+    producer = make_producer(settings, ProducerKind.DURABLE, "liar")
     assigned = threading.Event()
     consumer.subscribe([settings.topic(Topic.RANKING)], on_assign=lambda *_: assigned.set())
     whole = example_result(settings.traffic)

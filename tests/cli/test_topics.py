@@ -65,7 +65,7 @@ def test_a_dead_letter_that_others_wrote_neither_moves_the_cursor_nor_hides_the_
     kafka_settings: KafkaSettings,
 ) -> None:
     """A number of thousands of digits ended the command in a traceback, while such a letter was among the newest."""
-    producer = make_producer(kafka_settings, ProducerKind.LATENCY, "vandal")
+    producer = make_producer(kafka_settings, ProducerKind.DURABLE, "vandal")
     title = b"\x1b]2;title\x07\x1b[1A\nforged line"
     for origin in (
         {},

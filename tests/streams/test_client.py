@@ -261,7 +261,7 @@ def test_an_undecodable_answer_fails_its_request_and_goes_to_dead_letters(kafka_
 def test_garbage_on_the_results_topic_does_not_stop_the_answers(kafka_settings: KafkaSettings) -> None:
     results = kafka_settings.topic(Topic.RESULTS)
     with echo_worker(kafka_settings) as worker, client(kafka_settings) as gateway:
-        producer = make_producer(kafka_settings, ProducerKind.LATENCY, "vandal")
+        producer = make_producer(kafka_settings, ProducerKind.DURABLE, "vandal")
         theirs = [*ResultHeaders("no-such-request", "gw-0").encode()]
         other = codec.encode(ranked(RankingRequest("not-it", "u", 1, 2, 3, np.array([1]), Behaviours.empty())))
         for value, headers in (
@@ -284,7 +284,7 @@ def test_many_bad_results_make_few_lines_in_the_log_of_the_program_that_has_the_
 ) -> None:
     """Each made a line, and the time of that was taken from the answers of others."""
     with echo_worker(kafka_settings), client(kafka_settings) as gateway, structlog.testing.capture_logs() as lines:
-        producer = make_producer(kafka_settings, ProducerKind.LATENCY, "vandal")
+        producer = make_producer(kafka_settings, ProducerKind.DURABLE, "vandal")
         for number in range(700):
             value = b"\x01\xc1%d" % number
             producer.produce(kafka_settings.topic(Topic.RESULTS), value, partition=gateway.results_partition)
@@ -539,7 +539,7 @@ async def test_cancelling_an_await_leaves_the_client_whole(kafka_settings: Kafka
 def test_the_end_of_the_partition_is_known_before_start_returns(kafka_settings: KafkaSettings) -> None:
     """An answer that is written right after `start` is read, although no fetch has been sent by then."""
     with client(kafka_settings) as gateway:
-        producer = make_producer(kafka_settings, ProducerKind.LATENCY, "early")
+        producer = make_producer(kafka_settings, ProducerKind.DURABLE, "early")
         place = TopicPartition(kafka_settings.topic(Topic.RESULTS), gateway.results_partition)
         producer.produce(place.topic, partition=place.partition, value=b"x")
         assert producer.flush(5) == 0

@@ -43,7 +43,7 @@ def test_of_many_such_messages_few_are_logged(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_header_name_that_is_not_utf8_leaves_a_message_without_headers(kafka_settings: KafkaSettings) -> None:
     topic = kafka_settings.topic(Topic.RANKING)
-    producer = make_producer(kafka_settings, ProducerKind.LATENCY, "writer")
+    producer = make_producer(kafka_settings, ProducerKind.DURABLE, "writer")
     producer.produce(topic, b"good", b"u", partition=0, headers=[("a", b"1")])
     assert producer.flush(10) == 0
     write_bad_header(kafka_settings, topic, 0, b"x")
