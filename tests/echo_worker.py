@@ -56,7 +56,10 @@ class EchoWorker:
     headers: list[RankingHeaders] = field(default_factory=list)
 
     def run(self, stop: threading.Event, consumer: Any) -> None:
-        producer = make_producer(self.kafka, ProducerKind.LATENCY, "echo-worker")
+        # A worker writes a result again that was not delivered; this one waits for a broker that is late.
+        producer = make_producer(
+            self.kafka, ProducerKind.LATENCY, "echo-worker", options={"message.timeout.ms": 20_000}
+        )
         while not stop.is_set():
             message = consumer.poll(0.02)
             if message is not None and message.error() is None:

@@ -119,7 +119,7 @@ def broker(real_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -
             by_password.model_copy(update={"bootstrap": started.others["MUTUAL"], "security": mutual}),
             by_password.model_copy(update={"bootstrap": started.others["TOKEN"], "security": bearing}),
             with_scram(by_password),
-            KafkaSettings(bootstrap=started.others["UNREACHED"], connect_timeout_s=1.0),
+            KafkaSettings(bootstrap=started.others["UNREACHED"], connect_timeout_s=10.0),
         )
 
 
