@@ -33,6 +33,7 @@ from relaygr.client import (
     MessageTooLarge,
     NotRunning,
     QueueFull,
+    RankOutcome,
     RequestIdInUse,
 )
 from relaygr.devbroker import LocalBroker
@@ -662,6 +663,54 @@ def test_a_body_that_makes_room_while_the_time_of_the_oldest_is_over_is_served()
 
     assert asyncio.run(both()) == (429, 400)
     assert app._body_bytes == 0 and not app._bodies
+
+
+class EndsAtOnce:
+    """A client of the relay whose requests expire at once."""
+
+    def __init__(self) -> None:
+        self.users: list[str] = []
+
+    async def rank(self, user_id: str, candidates: Any, **_: Any) -> RankOutcome:
+        self.users.append(user_id)
+        return RankOutcome("id", Ended.EXPIRED, 1)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "in pieces"])
+def test_a_client_that_offers_http_2_is_served_by_http_1_and_no_body_of_its_is_a_request(in_pieces: bool) -> None:
+    """Java's HttpClient offers it with each first request: the body was lost, or was read as the next request."""
+    client = EndsAtOnce()
+    app = GatewayApp(cast(AsyncRelayClient, client), GatewaySettings(), CollectorRegistry())
+    server = HttpServer("test-gateway", "127.0.0.1", 0, app.asgi, ConnectionLimits(16, 60))
+    server.start()
+    offer = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+
+    def call(content: bytes, lines: str, chunked: bool = False) -> list[bytes]:
+        framing = "transfer-encoding: chunked" if chunked else f"content-length: {len(content)}"
+        head = f"POST /v1/rank HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON}\r\n{lines}{framing}\r\n\r\n"
+        return [head.encode(), b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content) if chunked else content]
+
+    bodies = [json.dumps(RANK | {"user_id": name}).encode() for name in ("ann", "bob", "eve", "zoe")]
+    pieces = [
+        *call(bodies[0], offer),
+        *call(bodies[1], offer, chunked=True),
+        *call(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n", offer),
+        *call(bodies[2], ""),
+        *call(bodies[3], offer.replace("Upgrade,", "Upgrade, close,")),
+    ]
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            for piece in pieces if in_pieces else [b"".join(pieces)]:
+                connection.sendall(piece)
+                time.sleep(0.01)
+            answers = b""
+            while part := connection.recv(65_536):
+                answers += part
+    finally:
+        server.stop()
+    statuses = [answer[:3] for answer in answers.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"504", b"504", b"400", b"504", b"504"]
+    assert client.users == ["ann", "bob", "eve", "zoe"]
 
 
 def test_an_address_that_others_reach_needs_a_token() -> None:

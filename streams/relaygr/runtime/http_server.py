@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
+import httptools
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
@@ -79,6 +80,39 @@ def server_config(app: ASGIApp, limits: ConnectionLimits, stop_timeout_s: int) -
     )
 
 
+class _Parser(httptools.HttpRequestParser):
+    """httptools' parser, which reads a request to the end even if it offers another protocol.
+
+    httptools itself takes what follows the head of such a request for the other protocol: uvicorn loses its body, or
+    reads it as a request of its own. Java's HttpClient offers HTTP/2 unless it is told not to. A server may go on as if
+    nothing was offered (RFC 9110, 7.8), so the head is read again without the offer.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._begin()
+
+    def _begin(self) -> None:
+        super().__init__(self._connection)
+        # As uvicorn's own: a request that closes the connection is answered although others follow it.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                super().feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                method = self.get_method()
+                if method == b"CONNECT":
+                    raise httptools.HttpParserInvalidMethodError("CONNECT") from None
+                head = self._connection.head_without_offer(method, self.get_http_version().encode())
+                rest = rest[offer.args[0] :]
+                self._begin()
+                super().feed_data(head)
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, with a bound on its waits and on the head of a request."""
 
@@ -87,6 +121,7 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         """`opened`: the open connections of the server, in the order in which they began to wait."""
         super().__init__(*arguments, **options)
+        self.parser = _Parser(self)
         self._opened = opened
         self._limits = limits
         self._head_bytes = 0
@@ -135,7 +170,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():  # Else `_Parser` reads the head again.
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -143,7 +179,14 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def head_without_offer(self, method: bytes, version: bytes) -> bytes:
+        """The head that was just read, without its offer of another protocol."""
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
 
     def on_response_complete(self) -> None:
         self._begin_wait()
