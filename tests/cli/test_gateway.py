@@ -352,6 +352,8 @@ class TestRefusals:
         assert door.post("/v1/rank", b"{}", content_type="").status == 415
         assert door.post("/v1/rank", b"{}", content_encoding="gzip").status == 415
         assert door.post("/v1/other", RANK).reason == "not_found"
+        # Not a redirect to a name that the caller gives.
+        assert door.post("/v1/rank/", RANK, host="evil.example").reason == "not_found"
         assert door.post("/openapi.json", RANK).reason == "method_not_allowed"
 
     def test_a_page_of_another_site_that_names_this_machine_is_refused(self, door: Door) -> None:

@@ -90,6 +90,8 @@ class GatewayApp:
             ],
             exception_handlers={HTTPException: _refuse_route},
         )
+        # Else `/v1/rank/` is answered with a redirect to the name of the Host header, by HTTP without TLS.
+        self.asgi.router.redirect_slashes = False
 
     async def _retrieval(self, request: Request) -> Response:
         return await self._serve(request, RetrievalBody, self._begin_impression)
