@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -514,3 +515,23 @@ def test_a_request_is_settled_once_its_callback_was_called() -> None:
     ledger.fire()
     assert settled == [False, False]
     assert ledger.is_settled
+
+
+def test_a_callback_that_calls_exit_ends_no_more_than_itself() -> None:
+    """It ended the thread that reads answers, without a word: requests that ended with it, or later, never ended."""
+
+    def leave(_: object) -> None:
+        sys.exit(1)
+
+    gateway = Gateway(result_grace_ms=0, lost_after_ms=0)
+    ledger = Ledger(ClientSettings(result_grace_ms=0, lost_after_ms=0), gateway.clock, gateway.metrics, leave, leave)
+    entries = [ledger.open(gateway.request(f"gw.1.{number}")) for number in range(3)]
+    for entry in entries[:2]:
+        entry.future.add_done_callback(leave)
+    gateway.clock.advance_us(60 * MS)
+    with structlog.testing.capture_logs() as logs:
+        ledger.fire()
+        ledger.fire()
+    assert [outcome_of(entry.future).status for entry in entries] == [Ended.TIMED_OUT] * 3
+    assert ledger.is_settled and ledger.statistics().lost == 3
+    assert [line["event"] for line in logs] == ["a callback raised"] * 5

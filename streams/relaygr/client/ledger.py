@@ -329,7 +329,7 @@ class Ledger:
         self._metrics.count_outcome(outcome)
         if entry.trace is not None:
             entry.trace.told(outcome, entry.sent_wall_us)
-        entry.future.set_result(outcome)
+        notify(entry.future.set_result, outcome)  # It runs the future's callbacks.
 
     def _tell_lost(self, entry: PendingRequest) -> None:
         try:

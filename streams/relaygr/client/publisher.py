@@ -176,10 +176,12 @@ def delivery_report(topic: str, error: KafkaError | None, message: Message | Non
 
 
 def notify(callback: Callable[..., None], *args: object) -> None:
-    """Runs a caller's callback, and logs an exception that it raises."""
+    """Runs a caller's callback, and logs what it raises: sys.exit() too, which would end the client's thread only."""
     try:
         callback(*args)
-    except Exception:
+    except KeyboardInterrupt:
+        raise  # Ctrl-C, in the thread of a caller.
+    except BaseException:
         _log.exception("a callback raised", callback=getattr(callback, "__qualname__", repr(callback)))
 
 
