@@ -30,6 +30,7 @@ from relaygr.client import (
     Reason,
     RelayClient,
 )
+from relaygr.client.requests import RetrievalFields, ranking_request, retrieval_event
 from relaygr.devbroker import BrokerChoice, LocalBroker, local_broker
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
 from relaygr.kafka.settings import KafkaSettings
@@ -401,6 +402,34 @@ def test_a_misspelt_or_missing_argument_is_named(kafka_settings: KafkaSettings) 
                 "u", ranking_budget_ms=50, expected_ranking_in_ms=50, expected_candidates=1
             )
         assert gateway.statistics().submitted == 0
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.int32, np.int64])
+def test_times_may_be_numpy_integers_of_any_size(kind: type[np.signedinteger[Any]]) -> None:
+    """Those of few bits overflowed in microseconds: an error in numpy's words, or a deadline in the past."""
+    now_us = 1_790_000_000_000_000
+    event = retrieval_event(
+        "id", "u", now_us,
+        {
+            "ranking_budget_ms": cast(int, kind(50)), "expected_ranking_in_ms": cast(int, kind(3_000)),
+            "expected_candidates": cast(int, kind(1)), "expected_suffix": cast(int, kind(0)),
+        },
+    )  # fmt: skip
+    assert codec.decode(RetrievalEvent, codec.encode(event)).expected_ranking_at_us == now_us + 3_000_000
+    request = ranking_request("id", "u", [1], now_us, {"budget_ms": cast(float, kind(50))})
+    assert codec.decode(RankingRequest, codec.encode(request)).deadline_us == now_us + 50_000
+
+
+@pytest.mark.parametrize(
+    ("lead_ms", "said"),
+    [(-5, "-5 is outside 0 to 600000"), (150_000_000, "outside 0 to 600000"), (1.5, "a whole number, got float")],
+)
+def test_a_lead_time_that_cannot_be_meant_is_refused_by_the_name_of_its_argument(lead_ms: Any, said: str) -> None:
+    fields: RetrievalFields = {
+        "ranking_budget_ms": 50, "expected_ranking_in_ms": lead_ms, "expected_candidates": 1, "expected_suffix": 0,
+    }  # fmt: skip
+    with pytest.raises(EncodeError, match=f"^expected_ranking_in_ms: .*{said}"):
+        retrieval_event("id", "u", 1_790_000_000_000_000, fields)
 
 
 def test_a_request_id_is_used_once(kafka_settings: KafkaSettings) -> None:

@@ -12,9 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from relaygr.runtime.clock import Clock
+from relaygr.schemas.codec import EncodeError
+from relaygr.schemas.fields import FieldError, UInt
 from relaygr.schemas.messages import MAX_BUDGET_MS, Behaviours, History, HistoryVersion, RankingRequest, RetrievalEvent
 from relaygr.schemas.record import record
 
+_LEAD_MS: Final = UInt("ms", MAX_BUDGET_MS)
 _GATEWAY_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -28,7 +31,8 @@ class RetrievalFields(TypedDict, total=False):
     ranking_budget_ms: Required[int]
     """Time limit of the ranking stage."""
     expected_ranking_in_ms: Required[int]
-    """Time from now to the ranking request: the usual duration of retrieval and pre-processing."""
+    """Time from now to the ranking request, at most `MAX_BUDGET_MS`: the usual duration of retrieval and
+    pre-processing."""
     expected_candidates: Required[int]
     expected_suffix: Required[int]
     """Number of short-term behaviours in the ranking request."""
@@ -96,13 +100,20 @@ class RequestIds:
 
 
 def retrieval_event(request_id: str, user_id: str, now_us: int, fields: RetrievalFields) -> RetrievalEvent:
-    """The event of an impression that begins now. Raises TypeError for a field that is missing or unknown."""
+    """The event of an impression that begins now.
+
+    Raises EncodeError for a lead time out of bounds, TypeError for a field that is missing or unknown.
+    """
     _RETRIEVAL_NAMES.check(fields)
+    try:
+        lead_ms = _LEAD_MS.pack(fields["expected_ranking_in_ms"])
+    except FieldError as error:
+        raise EncodeError(f"expected_ranking_in_ms: {error}") from error
     return RetrievalEvent(
         request_id=request_id,
         user_id=user_id,
         retrieval_at_us=now_us,
-        expected_ranking_at_us=now_us + fields["expected_ranking_in_ms"] * 1000,
+        expected_ranking_at_us=now_us + lead_ms * 1000,
         ranking_budget_ms=fields["ranking_budget_ms"],
         expected_candidates=fields["expected_candidates"],
         expected_suffix=fields["expected_suffix"],
@@ -125,7 +136,7 @@ def ranking_request(
         request_id=request_id,
         user_id=user_id,
         sent_at_us=now_us,
-        deadline_us=now_us + round(fields["budget_ms"] * 1000),
+        deadline_us=now_us + round(float(fields["budget_ms"]) * 1000),
         query_time_ms=now_us // 1000 if query_time_ms is None else query_time_ms,
         candidates=np.asarray(candidates),
         suffix=_behaviours(fields.get("suffix")),
