@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -473,6 +476,69 @@ def test_what_waits_is_refused_inside_a_callback_instead_of_waiting_for_itself(
         gateway.submit_rank("u", [1], budget_ms=BUDGET_MS).add_done_callback(wait_for_itself)
         assert becomes(lambda: bool(problems))
         assert gateway.rank("u", [3], budget_ms=BUDGET_MS).status is Ended.RANKED
+
+
+@contextmanager
+def on_signal(handler: Callable[[], object], once: Callable[[], bool]) -> Iterator[None]:
+    """Runs `handler` in the main thread, between two steps of what it does, as soon as `once` is true."""
+
+    def send() -> None:
+        if becomes(once):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    sender, before = threading.Thread(target=send), signal.signal(signal.SIGUSR1, lambda *_: handler())
+    sender.start()
+    try:
+        yield
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_handler_may_close_a_client_that_is_being_closed(kafka_settings: KafkaSettings) -> None:
+    """What stops a service may signal it twice: the second close waited for ever for the first."""
+    answered = threading.Event()
+    gateway = client(kafka_settings, close_timeout_s=60)
+
+    def handler() -> None:
+        gateway.close()
+        answered.set()
+
+    with echo_worker(kafka_settings, lambda request: answer_once(request) if answered.wait(60) else []):
+        gateway.start()
+        waiting = gateway.submit_rank("u", [1], budget_ms=60_000)
+        with on_signal(handler, lambda: gateway._state == "closing"):
+            gateway.close()
+    assert waiting.result(0).status is Ended.RANKED
+
+
+def test_a_close_that_is_interrupted_leaves_nothing_open(kafka_settings: KafkaSettings) -> None:
+    """A second Ctrl-C, while `with` closes the client: no later call closed it."""
+
+    def handler() -> None:
+        raise KeyboardInterrupt
+
+    gateway = client(kafka_settings)
+    gateway.start()
+    waiting = gateway.submit_rank("u", [1], budget_ms=60_000)
+    with on_signal(handler, lambda: gateway._state == "closing"), pytest.raises(KeyboardInterrupt):
+        gateway.close(60)
+    gateway.close()
+    assert waiting.result(0).reason is Reason.CLOSED
+    assert all("gw-0" not in thread.name for thread in threading.enumerate())
+
+
+def test_a_client_that_a_signal_handler_closes_while_it_starts_does_not_run(
+    kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = client(kafka_settings)
+    connect = gateway._link.connect
+    monkeypatch.setattr(gateway._link, "connect", lambda: (connect(), gateway.close()))
+    with pytest.raises(NotRunning, match="closed while it started"):
+        gateway.start()
+    with pytest.raises(NotRunning, match="closed"):
+        gateway.tombstone("u")
+    assert all("gw-0" not in thread.name for thread in threading.enumerate())
 
 
 def test_no_thread_is_left_behind(kafka_settings: KafkaSettings) -> None:

@@ -68,6 +68,7 @@ _STEP_S: Final = 0.002
 
 class _State(enum.StrEnum):
     NEW = "not started"
+    STARTING = "starting"
     RUNNING = "running"
     CLOSING = "closing"
     CLOSED = "closed"
@@ -107,22 +108,31 @@ class RelayClient:
         self._link = GatewayLink(session, gateway_id, partition, self._ledger, metrics, self._traces)
         self._state = _State.NEW
         self._process = ProcessOfClient()
-        self._lifecycle = threading.Lock()
+        # A signal handler may close the client while its own thread starts or closes it.
+        self._lifecycle = threading.RLock()
 
     def start(self) -> None:
         """Connects. When it returns, requests can be sent, and the client will read every answer to them.
 
         Raises RelayError if the cluster cannot be reached within `connect_timeout_s`, a topic is missing, or the
-        results partition does not exist, or with green threads; NotRunning if the client was started before.
+        results partition does not exist, or with green threads; NotRunning if the client was started before, or if a
+        signal handler closes it meanwhile.
         """
         refuse_green_threads()
         self._process.require()
         with self._lifecycle:
             if self._state is not _State.NEW:
                 raise NotRunning(f"the client is {self._state}: make a new one to start again")
-            self._state = _State.CLOSED
+            self._state = _State.STARTING
             self._process.enter(self._link)
-            self._link.connect()
+            try:
+                self._link.connect()
+            except BaseException:
+                self._state = _State.CLOSED
+                raise
+            if self._state is not _State.STARTING:
+                self._link.disconnect(0.0)
+                raise NotRunning("the client was closed while it started")
             self._state = _State.RUNNING
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -136,16 +146,20 @@ class RelayClient:
             return
         self._refuse_in_callback("close")
         with self._lifecycle:
+            if self._state is _State.CLOSING:
+                return  # A signal handler has interrupted the thread that closes the client.
             if self._state is not _State.RUNNING:
                 self._state = _State.CLOSED
                 return
             self._state = _State.CLOSING
             ends_s = time.monotonic() + (self._settings.close_timeout_s if timeout_s is None else timeout_s)
-            while self._ledger.waiting and time.monotonic() < ends_s:
-                time.sleep(_STEP_S)
-            self._link.disconnect(max(0.0, ends_s - time.monotonic()))
-            self._ledger.close()
-            self._state = _State.CLOSED
+            try:
+                while self._ledger.waiting and time.monotonic() < ends_s:
+                    time.sleep(_STEP_S)
+            finally:  # Also after a second Ctrl-C: nobody closes the client again.
+                self._link.disconnect(max(0.0, ends_s - time.monotonic()))
+                self._ledger.close()
+                self._state = _State.CLOSED
 
     def __enter__(self) -> RelayClient:
         self.start()
