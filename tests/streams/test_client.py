@@ -631,6 +631,32 @@ async def test_cancelling_an_await_leaves_the_client_whole(kafka_settings: Kafka
             assert gateway.statistics().ranked == 2
 
 
+@pytest.mark.asyncio
+async def test_a_start_that_is_cancelled_leaves_no_client_behind(
+    kafka_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as by `asyncio.timeout` around `async with`: the start went on, and nobody could close the client."""
+    gateway = AsyncRelayClient(kafka_settings, "gw-left", registry=CollectorRegistry())
+    link, connecting, go = gateway._client._link, threading.Event(), threading.Event()
+    connect = link.connect
+
+    def slow_connect() -> None:
+        connecting.set()
+        go.wait(60)
+        connect()
+
+    monkeypatch.setattr(link, "connect", slow_connect)
+    starting = asyncio.create_task(gateway.start())
+    assert await asyncio.to_thread(connecting.wait, 60)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    go.set()
+    assert await asyncio.to_thread(becomes, lambda: gateway._client._state == "closed")
+    with pytest.raises(NotRunning, match="closed"):
+        await gateway.rank("u", [1], budget_ms=BUDGET_MS)
+
+
 def test_the_end_of_the_partition_is_known_before_start_returns(kafka_settings: KafkaSettings) -> None:
     """An answer that is written right after `start` is read, although no fetch has been sent by then."""
     with client(kafka_settings) as gateway:

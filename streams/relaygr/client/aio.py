@@ -12,6 +12,7 @@ called the client last.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -70,7 +71,12 @@ class AsyncRelayClient:
         """See `RelayClient.start`."""
         refuse_green_threads()
         self._enter_loop()
-        await asyncio.to_thread(self._client.start)
+        try:
+            await asyncio.to_thread(self._client.start)
+        except asyncio.CancelledError:
+            # The start goes on, and nobody closes a client that has not started. This waits for it.
+            threading.Thread(target=self._client.close, name="close-unstarted").start()
+            raise
 
     async def close(self) -> None:
         """See `RelayClient.close`."""
@@ -160,7 +166,6 @@ class AsyncRelayClient:
     def _in_loop(self, callback: Callable[[T], None] | None) -> Callable[[T], None] | None:
         if callback is None:
             return None
-
         def hand_over(value: T) -> None:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(callback, value)
