@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -655,6 +656,22 @@ async def test_a_start_that_is_cancelled_leaves_no_client_behind(
     assert await asyncio.to_thread(becomes, lambda: gateway._client._state == "closed")
     with pytest.raises(NotRunning, match="closed"):
         await gateway.rank("u", [1], budget_ms=BUDGET_MS)
+
+
+def test_a_callback_that_nothing_would_await_is_refused() -> None:
+    """A coroutine function as a callback was called, and its coroutine dropped."""
+
+    async def on_late(_outcome: RankOutcome) -> None: ...
+
+    late = cast(Callable[[RankOutcome], None], on_late)
+    with pytest.raises(TypeError, match=r"on_late is a coroutine function, and callbacks are not awaited"):
+        AsyncRelayClient(KafkaSettings(), "gw-aio", on_late=late, registry=CollectorRegistry())
+    gateway = AsyncRelayClient(KafkaSettings(), "gw-aio", registry=CollectorRegistry())
+    with pytest.raises(TypeError, match="is a coroutine function"):
+        gateway.publish_retrieval(
+            "u", ranking_budget_ms=50, expected_ranking_in_ms=9, expected_candidates=1, expected_suffix=0,
+            on_delivery=partial(cast(Any, on_late)),
+        )  # fmt: skip
 
 
 def test_the_end_of_the_partition_is_known_before_start_returns(kafka_settings: KafkaSettings) -> None:

@@ -12,6 +12,7 @@ called the client last.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -54,7 +55,9 @@ class AsyncRelayClient:
         registry: CollectorRegistry = REGISTRY,
         tracer: Tracer | None = None,
     ) -> None:
-        """See `RelayClient`."""
+        """See `RelayClient`. Raises TypeError for a callback that is a coroutine function, here and in
+        `publish_retrieval`: callbacks are called, and not awaited.
+        """
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client = RelayClient(
             kafka,
@@ -166,6 +169,10 @@ class AsyncRelayClient:
     def _in_loop(self, callback: Callable[[T], None] | None) -> Callable[[T], None] | None:
         if callback is None:
             return None
+        if inspect.iscoroutinefunction(callback):
+            name = getattr(callback, "__qualname__", repr(callback))
+            raise TypeError(f"{name} is a coroutine function, and callbacks are not awaited: give a plain function")
+
         def hand_over(value: T) -> None:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(callback, value)
