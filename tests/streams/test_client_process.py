@@ -96,6 +96,20 @@ publisher.tombstone("ann")
 print("left", publisher.close(30))
 """
 
+AT_EXIT = """
+import asyncio, atexit
+from relaygr.client import AsyncRelayClient
+
+client = AsyncRelayClient(kafka, "gw-exit")
+
+def close():
+    asyncio.run(client.close())
+    print("closed", client.in_flight)
+
+asyncio.run(client.start())
+atexit.register(close)
+"""
+
 
 @pytest.fixture(scope="module")
 def broker(any_broker: LocalBroker) -> LocalBroker:
@@ -129,6 +143,12 @@ def test_a_client_that_is_started_after_a_fork_works(kafka_settings: KafkaSettin
 @pytest.mark.slow
 def test_a_publisher_that_was_started_before_a_fork_says_so_in_the_child(kafka_settings: KafkaSettings) -> None:
     assert run(PUBLISHER, kafka_settings) == ["start one: True 0", "child 0", "left 0"]
+
+
+@pytest.mark.slow
+def test_an_asynchronous_client_may_be_closed_when_the_interpreter_exits(kafka_settings: KafkaSettings) -> None:
+    """It was left open, with `cannot schedule new futures after interpreter shutdown`."""
+    assert run(AT_EXIT, kafka_settings) == ["closed 0"]
 
 
 def test_a_client_may_be_used_in_one_event_loop_after_the_other(kafka_settings: KafkaSettings) -> None:

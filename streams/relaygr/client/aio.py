@@ -83,7 +83,11 @@ class AsyncRelayClient:
 
     async def close(self) -> None:
         """See `RelayClient.close`."""
-        await asyncio.to_thread(self._client.close)
+        try:
+            await asyncio.to_thread(self._client.close)
+        except RuntimeError:
+            # Python starts no threads any more, as in a handler of `atexit`.
+            self._client.close()
 
     async def __aenter__(self) -> AsyncRelayClient:
         await self.start()
