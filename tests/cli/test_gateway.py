@@ -815,4 +815,6 @@ def test_both_encodings_read_the_same_fields() -> None:
     body = RETRIEVAL | {"ranking_budget_ms": 50, "request_id": "r"}
     as_json = read_body(RetrievalBody, Encoding.JSON, json.dumps(body).encode())
     assert as_json == read_body(RetrievalBody, Encoding.MESSAGEPACK, msgpack.packb(body))
+    with_a_mark = b"\xef\xbb\xbf" + json.dumps(body).encode()
+    assert as_json == read_body(RetrievalBody, Encoding.JSON, with_a_mark), "as programs on Windows write UTF-8"
     assert RankingResult.__name__ in document(False)["components"]["schemas"]

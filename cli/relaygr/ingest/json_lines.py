@@ -91,7 +91,8 @@ def _parsed(content: bytes, max_texts: int, decoder: json.JSONDecoder) -> dict[s
     if quotes > 2 * MAX_NAMES and sum(1 for _ in _NAME.finditer(content)) > MAX_NAMES:
         raise JsonLineError(f"not a message: more than {MAX_NAMES} names")
     try:
-        parsed = decoder.decode(content.decode())
+        # Windows writes a mark at the beginning of UTF-8.
+        parsed = decoder.decode(content.decode("utf-8-sig"))
     except RecursionError as error:
         raise JsonLineError("nested too deeply") from error
     except UnicodeDecodeError as error:
