@@ -171,7 +171,7 @@ class GatewayApp:
         if self._token is None:
             names = dict.fromkeys((*_LOCAL_NAMES, self._settings.listen_host))
             if host_name(request.headers.get("host", "")) not in names:
-                message = f"the Host header names none of {', '.join(names)}"
+                message = f"the Host header names none of {', '.join(names)}: use one, or set gateway.token"
                 raise Refusal(HTTPStatus.FORBIDDEN, "forbidden_host", message)
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
