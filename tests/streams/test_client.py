@@ -192,6 +192,8 @@ def test_a_client_fails_fast_without_sending_while_its_worker_has_no_time(kafka_
         gateway._ledger._backlogs.note(partition, "echo", time.monotonic_ns() // 1000 + 20_000_000)
         refused = gateway.rank("u", [1], budget_ms=BUDGET_MS)
         assert (refused.status, refused.result, refused.reason) == (Ended.FAILED, None, Reason.OVERLOADED)
+        with pytest.raises(EncodeError, match="user_id: expected text, got int"):
+            gateway.rank(cast(str, 7), [1], budget_ms=BUDGET_MS)
         assert patient.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
         assert len(worker.seen) == 2
 

@@ -306,13 +306,13 @@ class RelayClient:
         self._require_running()
         if request.deadline_us - self._clock.wall_us() > MAX_BUDGET_MS * 1000:
             raise ValueError(f"the deadline is more than {MAX_BUDGET_MS} ms away: is it in microseconds?")
+        message = codec.encode(request)
         partition = -1
         if self._settings.fail_fast:
             partition = partition_for(request.user_id.encode(), self._partitions)
             refused = self._ledger.fail_fast(request, called_us, partition)
             if refused is not None:
                 return refused
-        message = codec.encode(request)
         entry = self._ledger.open(request, called_us, partition)
         if self._traces is not None or traceparent is not None:
             self._trace(entry, request, traceparent)
