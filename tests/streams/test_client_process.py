@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -190,6 +191,15 @@ def test_a_cancelled_publish_is_delivered(kafka_settings: KafkaSettings) -> None
             return (await gateway.tombstone("bob")).delivered
 
     assert asyncio.run(cancel())
+
+
+@pytest.mark.parametrize("kind", [RelayClient, AsyncRelayClient])
+def test_a_client_that_is_sent_to_another_process_says_what_to_send(kind: type[RelayClient | AsyncRelayClient]) -> None:
+    """Pickle said "cannot pickle '_thread.lock' object"."""
+    kafka, settings = KafkaSettings(bootstrap="127.0.0.1:1"), ClientSettings()
+    with pytest.raises(TypeError, match="send its settings, and make a client there"):
+        pickle.dumps(kind(kafka, "gw-sent", settings, registry=CollectorRegistry()))
+    assert pickle.loads(pickle.dumps((kafka, settings))) == (kafka, settings)
 
 
 def test_green_threads_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Unpack
+from typing import TYPE_CHECKING, Final, NoReturn, Unpack
 
 from numpy.typing import ArrayLike
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -160,6 +160,10 @@ class RelayClient:
                 self._link.disconnect(max(0.0, ends_s - time.monotonic()))
                 self._ledger.close()
                 self._state = _State.CLOSED
+
+    def __reduce__(self) -> NoReturn:
+        """Programs pickle what they send to other processes (multiprocessing, Ray, Spark)."""
+        raise TypeError("a client belongs to the process that made it: send its settings, and make a client there")
 
     def __enter__(self) -> RelayClient:
         self.start()
