@@ -97,7 +97,7 @@ class _Parser(httptools.HttpRequestParser):
         # As uvicorn's own: a request that closes the connection is answered although others follow it.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    def feed_data(self, data: bytes | bytearray | memoryview) -> None:
+    def feed_data(self, data: Any) -> None:
         rest = memoryview(data)
         while rest:
             try:
