@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
-from pydantic import ByteSize, ValidationError
+from pydantic import ByteSize, SecretStr, ValidationError
 
 from relaygr.client import (
     AsyncRelayClient,
@@ -713,6 +713,35 @@ def test_a_client_that_offers_http_2_is_served_by_http_1_and_no_body_of_its_is_a
     statuses = [answer[:3] for answer in answers.split(b"HTTP/1.1 ")[1:]]
     assert statuses == [b"504", b"504", b"400", b"504", b"504"]
     assert client.users == ["ann", "bob", "eve", "zoe"]
+
+
+def test_two_budgets_in_the_head_are_refused() -> None:
+    """Such as the caller's and that of a proxy: the first was taken."""
+    app = GatewayApp(cast(AsyncRelayClient, EndsAtOnce()), GatewaySettings(token=SecretStr(TOKEN)), CollectorRegistry())
+    body = json.dumps({name: value for name, value in RANK.items() if name != "budget_ms"}).encode()
+
+    async def call(*budgets: str) -> tuple[int, bytes]:
+        lines = [
+            ("content-type", JSON),
+            ("authorization", f"Bearer {TOKEN}"),
+            *(("x-relaygr-budget-ms", b) for b in budgets),
+        ]
+        headers = [(name.encode(), value.encode()) for name, value in lines]
+        scope = {"type": "http", "method": "POST", "path": "/v1/rank", "query_string": b"", "headers": headers}
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await app.asgi(scope, receive, send)
+        return sent[0]["status"], sent[1]["body"]
+
+    assert asyncio.run(call("9000"))[0] == 504
+    status, said = asyncio.run(call("9000", "50"))
+    assert status == 400 and b"x-relaygr-budget-ms is '9000, 50': expected a number" in said
 
 
 def test_an_address_that_others_reach_needs_a_token() -> None:

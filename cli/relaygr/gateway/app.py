@@ -286,7 +286,8 @@ def _refusals() -> Iterator[None]:
 
 def _budget_ms(request: Request, name: str, in_body: float | None) -> float:
     """The budget of the header or the body. Raises Refusal unless exactly one of them has a valid one."""
-    in_header = request.headers.get(BUDGET_HEADER)
+    # Several headers are one list (RFC 9110, 5.3), which is no number.
+    in_header = ", ".join(request.headers.getlist(BUDGET_HEADER)) or None
     if in_header is None and in_body is None:
         raise _invalid(f"{name} is required: give it in the body or in the header {BUDGET_HEADER}")
     if in_header is not None and in_body is not None:
