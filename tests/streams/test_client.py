@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
+import structlog
 import structlog.testing
 from confluent_kafka import TopicPartition
 from prometheus_client import CollectorRegistry
@@ -286,6 +287,27 @@ def test_garbage_on_the_results_topic_does_not_stop_the_answers(kafka_settings: 
 
 
 @pytest.mark.slow
+def test_a_line_of_the_log_that_cannot_be_written_costs_no_answers(kafka_settings: KafkaSettings) -> None:
+    """In a program whose standard output is a pipe without a reader, or is closed, the first line ended the thread that
+    reads answers.
+    """
+
+    def broken(*_: object) -> NoReturn:
+        raise BrokenPipeError
+
+    structlog.configure(processors=[broken])
+    wrong = 0
+
+    def answer(request: RankingRequest) -> list[bytes]:
+        return [b"garbage"] if request.user_id == "bad" else answer_once(request)
+
+    with echo_worker(kafka_settings, answer), client(kafka_settings) as gateway:
+        for _ in range(2):
+            wrong += gateway.rank("bad", [1], budget_ms=BUDGET_MS).reason is Reason.UNDECODABLE
+        assert gateway.rank("u", [1], budget_ms=BUDGET_MS).status is Ended.RANKED
+    assert wrong == 2
+
+
 def test_many_bad_results_make_few_lines_in_the_log_of_the_program_that_has_the_client(
     kafka_settings: KafkaSettings,
 ) -> None:

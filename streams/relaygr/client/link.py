@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import ClusterMetadata
 
@@ -39,6 +38,7 @@ from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import SecurityProtocol
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.loggers import Logger
 from relaygr.schemas import codec
 from relaygr.schemas.codec import DecodeError, DecodeReason
 from relaygr.schemas.headers import RankingHeaders, ResultHeaders
@@ -59,7 +59,7 @@ _JOIN_TIMEOUT_S: Final = 1.0
 _LAST_REPORTS_S: Final = 5.0
 """Longer than a ranking request may wait in its producer."""
 
-_log = structlog.get_logger()
+_log = Logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

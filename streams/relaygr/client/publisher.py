@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 
-import structlog
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from relaygr.client.metrics import GatewayMetrics, gateway_metrics
@@ -20,6 +19,7 @@ from relaygr.kafka.client_errors import why_undelivered
 from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
+from relaygr.runtime.loggers import Logger
 from relaygr.schemas import codec
 from relaygr.schemas.codec import EncodeError
 from relaygr.schemas.fields import FieldError
@@ -30,7 +30,7 @@ from relaygr.schemas.trace_context import TRACEPARENT
 
 OnDelivery = Callable[[DeliveryReport], None]
 
-_log = structlog.get_logger()
+_log = Logger(__name__)
 
 
 class EventPublisher:

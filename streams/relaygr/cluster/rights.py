@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-import structlog
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient
 
@@ -26,9 +25,10 @@ from relaygr.cluster.admin_process import AdminProcess, CannotStart
 from relaygr.kafka.client_errors import NO_COORDINATOR
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.loggers import Logger
 from relaygr.schemas.topics import CATALOGUE, Topic
 
-_log = structlog.get_logger()
+_log = Logger(__name__)
 
 
 class Role(enum.StrEnum):

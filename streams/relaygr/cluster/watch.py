@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import structlog
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import ClusterMetadata
 
 from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.loggers import Logger
 from relaygr.runtime.readiness import Check
 
-_log = structlog.get_logger()
+_log = Logger(__name__)
 
 INTERVAL_S: Final = 1.0
 SILENCE_S: Final = 2.5

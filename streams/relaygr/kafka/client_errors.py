@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Hashable
 from typing import Final
 
-import structlog
 from confluent_kafka import KafkaError
 
 from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.loggers import Logger
 
 ErrorCallback = Callable[[KafkaError], None]
 LOG_INTERVAL_US: Final = 10_000_000
@@ -90,7 +90,7 @@ _WHERE = re.compile(r"^(?:\S+?://)?\S+/\S+: ")
 _STATE = re.compile(r" \(after \d+ms in state [A-Z_]+(?:, \d+ identical error\(s\) suppressed)?\)\.?$")
 _CONNECT = re.compile(r"^Connect to \S+ failed: ")
 
-_log = structlog.get_logger()
+_log = Logger(__name__)
 
 
 def cause_of(error: KafkaError) -> str:

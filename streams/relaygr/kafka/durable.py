@@ -25,12 +25,12 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from relaygr.kafka.client_errors import cause_of, is_final
 from relaygr.kafka.clients import DURABLE_S, LARGEST_QUEUE_BYTES, MOST_QUEUED, ProducerKind, fetch_metadata
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.loggers import Logger
 from relaygr.schemas.headers import Headers
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _LAST_REPORTS_S: Final = 2.0
 _PURGE_S: Final = 1.0
 _TURN_S: Final = 0.05
 
-_log = structlog.get_logger()
+_log = Logger(__name__)
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakMethod
 
-import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, ShareConsumer
 from confluent_kafka.admin import ClusterMetadata
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -50,6 +49,7 @@ from relaygr.kafka.settings import KafkaSettings
 from relaygr.kafka.statistics import kafka_statistics
 from relaygr.runtime.clock import Clock, SystemClock
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.loggers import Logger
 
 if TYPE_CHECKING:
     # Both need numpy, which `relaygr lag` does without.
@@ -71,7 +71,7 @@ _UNAUTHORIZED: Final = frozenset(
     )
 )
 
-_log = structlog.get_logger()
+_log = Logger(__name__)
 
 
 class Rights(Protocol):

@@ -15,16 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from relaygr.kafka.client_errors import LimitedLog
 from relaygr.runtime.clock import Clock, SystemClock
+from relaygr.runtime.loggers import Logger
 from relaygr.runtime.metrics import QuantilesMetricFamily
 
-_log = structlog.get_logger()
+_log = Logger(__name__)
 
 MAX_CLIENTS: Final = 64
 """The clients whose last reports are kept; the one that has been silent for longest is forgotten first."""

@@ -22,7 +22,6 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import requests
-import structlog
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
@@ -36,6 +35,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from relaygr.runtime.direct_http import is_loopback
 from relaygr.runtime.errors import RelayError
+from relaygr.runtime.loggers import Logger
 from relaygr.runtime.masking import masked
 from relaygr.schemas.trace_context import TraceContext
 from relaygr.schemas.version import __version__
@@ -59,7 +59,7 @@ _CREDENTIAL_PROVIDERS: Final = (
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
 )
-log = structlog.get_logger()
+log = Logger(__name__)
 
 
 class Answers(requests.Session):
