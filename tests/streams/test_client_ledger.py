@@ -11,12 +11,13 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
+from relaygr.client import publisher
 from relaygr.client.ledger import MOST_WORKERS, Ledger, WorkerBacklogs
 from relaygr.client.metrics import GatewayMetrics
 from relaygr.client.outcome import LostRequest, QueueFull, RankOutcome
 from relaygr.client.pending import AnswerMatch, PendingRequest
 from relaygr.client.settings import ClientSettings
-from relaygr.kafka.client_errors import LOG_INTERVAL_US
+from relaygr.kafka.client_errors import LOG_INTERVAL_US, LimitedLog
 from relaygr.runtime.clock import ManualClock
 from relaygr.schemas.ended import Ended, Reason
 from relaygr.schemas.fields import Other
@@ -517,13 +518,14 @@ def test_a_request_is_settled_once_its_callback_was_called() -> None:
     assert ledger.is_settled
 
 
-def test_a_callback_that_calls_exit_ends_no_more_than_itself() -> None:
+def test_a_callback_that_calls_exit_ends_no_more_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the thread that reads answers, without a word: requests that ended with it, or later, never ended."""
 
     def leave(_: object) -> None:
         sys.exit(1)
 
-    gateway = Gateway(result_grace_ms=0, lost_after_ms=0)
+    gateway = Gateway()
+    monkeypatch.setattr(publisher, "_raised", LimitedLog(gateway.clock))
     ledger = Ledger(ClientSettings(result_grace_ms=0, lost_after_ms=0), gateway.clock, gateway.metrics, leave, leave)
     entries = [ledger.open(gateway.request(f"gw.1.{number}")) for number in range(3)]
     for entry in entries[:2]:
@@ -534,4 +536,4 @@ def test_a_callback_that_calls_exit_ends_no_more_than_itself() -> None:
         ledger.fire()
     assert [outcome_of(entry.future).status for entry in entries] == [Ended.TIMED_OUT] * 3
     assert ledger.is_settled and ledger.statistics().lost == 3
-    assert [line["event"] for line in logs] == ["a callback raised"] * 5
+    assert [line["event"] for line in logs] == ["a callback raised"], "a traceback takes long, so few are written"

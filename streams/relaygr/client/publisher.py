@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 from relaygr.client.metrics import GatewayMetrics, gateway_metrics
 from relaygr.client.outcome import DeliveryReport, MessageRefused, MessageTooLarge, NotRunning, QueueFull
 from relaygr.client.process import ProcessOfClient
-from relaygr.kafka.client_errors import why_undelivered
+from relaygr.kafka.client_errors import LimitedLog, why_undelivered
 from relaygr.kafka.durable import DurableProducer
 from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
@@ -31,6 +31,8 @@ from relaygr.schemas.trace_context import TRACEPARENT
 OnDelivery = Callable[[DeliveryReport], None]
 
 _log = Logger(__name__)
+# A callback may raise each time. structlog takes up to 0.1 s for a traceback, in the thread that reads the answers.
+_raised = LimitedLog()
 
 
 class EventPublisher:
@@ -181,8 +183,9 @@ def notify(callback: Callable[..., None], *args: object) -> None:
         callback(*args)
     except KeyboardInterrupt:
         raise  # Ctrl-C, in the thread of a caller.
-    except BaseException:
-        _log.exception("a callback raised", callback=getattr(callback, "__qualname__", repr(callback)))
+    except BaseException as error:
+        name = getattr(callback, "__qualname__", repr(callback))
+        _raised.error("a callback raised", type(error).__name__, callback=name, exc_info=True)
 
 
 @contextmanager

@@ -29,10 +29,6 @@ class Logger:
     def error(self, event: str, **fields: object) -> None:
         self._write("error", event, fields)
 
-    def exception(self, event: str, **fields: object) -> None:
-        """With the exception that is being handled."""
-        self._write("exception", event, fields)
-
     def _write(self, method: str, event: str, fields: dict[str, object]) -> None:
         with suppress(Exception):
             getattr(self._log, method)(event, **fields)
