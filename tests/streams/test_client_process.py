@@ -8,7 +8,9 @@ import pickle
 import subprocess
 import sys
 import threading
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,6 +180,33 @@ def test_a_client_may_be_used_in_one_event_loop_after_the_other(kafka_settings: 
     asyncio.run(gateway.close())
     assert outcome.status is Ended.RANKED
     assert lost_in == [used]
+
+
+def test_a_delivery_is_reported_in_the_loop_and_the_context_of_its_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was the loop of the latest call, in whose thread a future of another loop wakes nobody."""
+    gateway = AsyncRelayClient(KafkaSettings(), "gw-aio", registry=CollectorRegistry())
+    caller: ContextVar[str] = ContextVar("caller", default="nobody")
+    reports: list[Any] = []
+    monkeypatch.setattr(gateway._client, "publish_retrieval", lambda _, on_delivery, **__: reports.append(on_delivery))
+    found: list[object] = []
+
+    async def publish(name: str) -> asyncio.AbstractEventLoop:
+        caller.set(name)
+        gateway.publish_retrieval(
+            "ann", ranking_budget_ms=50, expected_ranking_in_ms=5, expected_candidates=1, expected_suffix=0,
+            on_delivery=lambda report: found.extend((report, caller.get(), asyncio.get_running_loop())),
+        )  # fmt: skip
+        return asyncio.get_running_loop()
+
+    async def report_first() -> None:
+        await asyncio.to_thread(reports[0], "delivered")
+        await asyncio.sleep(0)
+
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        loop = first.run(publish("first"))
+        second.run(publish("second"))
+        first.run(report_first())
+    assert found == ["delivered", "first", loop]
 
 
 def test_a_cancelled_publish_is_delivered(kafka_settings: KafkaSettings) -> None:

@@ -5,8 +5,8 @@ It wraps a `RelayClient`, whose I/O thread passes outcomes to the loop with `cal
 `publish_*` encode and enqueue in the caller's loop; that takes microseconds and does not block. `start`,
 `close` and `drain` run in a thread.
 
-Each wait is in the loop of its caller, so several `asyncio.run` may use one client. Callbacks run in the loop that
-called the client last.
+Each wait is in the loop of its caller, so several `asyncio.run` may use one client. `on_late` and `on_lost` run in the
+loop that called the client last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from types import TracebackType
 from typing import TypeVar, Unpack
 
@@ -110,10 +111,13 @@ class AsyncRelayClient:
     def publish_retrieval(
         self, user_id: str, *, on_delivery: OnDelivery | None = None, **fields: Unpack[RetrievalFields]
     ) -> RetrievalEvent:
-        """See `RelayClient.publish_retrieval`. Does not wait for the broker."""
+        """See `RelayClient.publish_retrieval`. Does not wait for the broker. `on_delivery` runs in the loop and with
+        the context of the caller.
+        """
+        loop = None
         with suppress(RuntimeError):  # The caller may be a thread without a loop.
-            self._enter_loop()
-        return self._client.publish_retrieval(user_id, on_delivery=self._in_loop(on_delivery), **fields)
+            loop = self._enter_loop()
+        return self._client.publish_retrieval(user_id, on_delivery=self._in_loop(on_delivery, loop), **fields)
 
     async def publish_history(self, history: History) -> DeliveryReport:
         """Replaces a user's history. Returns when the broker has accepted or refused the message."""
@@ -167,18 +171,25 @@ class AsyncRelayClient:
         publish(reported.set_result)
         return await asyncio.wrap_future(reported)
 
-    def _enter_loop(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def _enter_loop(self) -> asyncio.AbstractEventLoop:
+        self._loop = loop = asyncio.get_running_loop()
+        return loop
 
-    def _in_loop(self, callback: Callable[[T], None] | None) -> Callable[[T], None] | None:
+    def _in_loop(
+        self, callback: Callable[[T], None] | None, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Callable[[T], None] | None:
+        """A callback that runs in `loop`, with the context of now; None: in the loop that called the client last."""
         if callback is None:
             return None
         if inspect.iscoroutinefunction(callback):
             name = getattr(callback, "__qualname__", repr(callback))
             raise TypeError(f"{name} is a coroutine function, and callbacks are not awaited: give a plain function")
 
+        context = copy_context() if loop is not None else None
+
         def hand_over(value: T) -> None:
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(callback, value)
+            used = loop or self._loop
+            if used is not None and not used.is_closed():
+                used.call_soon_threadsafe(callback, value, context=context)
 
         return hand_over
