@@ -99,6 +99,11 @@ publisher.tombstone("ann")
 print("left", publisher.close(30))
 """
 
+FORGOTTEN = """
+publisher = EventPublisher(kafka, "publisher")
+publisher.start()
+publisher.tombstone("ann")
+"""
 AT_EXIT = """
 import asyncio, atexit
 from relaygr.client import AsyncRelayClient
@@ -146,6 +151,13 @@ def test_a_client_that_is_started_after_a_fork_works(kafka_settings: KafkaSettin
 @pytest.mark.slow
 def test_a_publisher_that_was_started_before_a_fork_says_so_in_the_child(kafka_settings: KafkaSettings) -> None:
     assert run(PUBLISHER, kafka_settings) == ["start one: True 0", "child 0", "left 0"]
+
+
+@pytest.mark.slow
+def test_messages_that_a_program_does_not_wait_for_are_named_when_it_ends(kafka_settings: KafkaSettings) -> None:
+    """A program that published histories and ended without `close` lost the last of them without a word."""
+    (line,) = run(FORGOTTEN, kafka_settings)
+    assert "published messages may be lost: call close() before the program ends" in line
 
 
 @pytest.mark.slow

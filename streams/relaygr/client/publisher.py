@@ -7,8 +7,11 @@ the producer's queue is full, and MessageRefused for a message that the producer
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from typing import Final
+from weakref import WeakSet
 
 from confluent_kafka import KafkaError, KafkaException, Message
 
@@ -70,6 +73,7 @@ class EventPublisher:
     def start(self, topic: Topic = Topic.RETRIEVAL) -> None:
         """Connects, so that the first message on `topic` need not wait for the connection. Raises RelayError."""
         self._process.enter(self)
+        _STARTED.add(self)
         if self._running is None:
             self.make()
         self._producer.connect(self._kafka.topic(topic), self._kafka.connect_timeout_s)
@@ -123,6 +127,11 @@ class EventPublisher:
             _log.warning("published messages were not acknowledged before close", messages=left)
         return left
 
+    def warn_at_exit(self) -> None:
+        """Names the messages that nobody waits for, because the program ends without `close`."""
+        if self._running is not None and not self._process.is_forked and (left := len(self._running)):
+            _log.error("published messages may be lost: call close() before the program ends", messages=left)
+
     @property
     def _producer(self) -> DurableProducer:
         self._process.require()
@@ -146,6 +155,15 @@ class EventPublisher:
         producer = self._producer
         with client_errors(topic, producer):
             producer.produce(topic, value, user_id.encode(), report, headers)
+
+
+_STARTED: Final[WeakSet[EventPublisher]] = WeakSet()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for publisher in list(_STARTED):
+        publisher.warn_at_exit()
 
 
 def _encoded(message: History | BehaviourEvent) -> bytes:
