@@ -607,7 +607,7 @@ def test_the_form_of_a_later_version_is_not_read_but_named_and_emptied(tmp_path:
     [line] = told
     assert (line["layout"], line["this_version_reads"]) == (
         "relaygr.history-store.99",
-        "relaygr.history-store.7, relaygr.history-store.6",
+        "relaygr.history-store.8, relaygr.history-store.7, relaygr.history-store.6",
     )
     assert (again.get("ann"), again.state(0), again.user_count) == (None, None, 0)
     read(again, snapshot(0, 1, covers=0))

@@ -31,12 +31,14 @@ from relaygr.schemas.headers import DEAD_LETTER_REASON
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, BehavioursOffset, History
 from relaygr.schemas.partitioner import partition_for
 from relaygr.schemas.topics import Topic
+from relaygr.worker.executor.resolver import read_history
 from relaygr.worker.history import follower as follower_module
 from relaygr.worker.history.batches import HistoryBatch, HistoryRecord
 from relaygr.worker.history.current import MAX_STORE_AGE_MS
 from relaygr.worker.history.follower import SETTLING_US, HistoryFollower
 from relaygr.worker.history.snapshots import SnapshotLimits
 from relaygr.worker.history.store import HistoryStore
+from relaygr.worker.process.components import _FollowedHistories
 from tests.waiting import PATIENCE_S, until
 from tests.worlds.disk import fill
 
@@ -534,6 +536,55 @@ def test_after_a_failed_transaction_everything_is_read_again(
         assert "history-follower" in {thread.name for thread in threading.enumerate()}
         assert not follower.loading
     assert store.user_count == 30
+
+
+def damage(store: HistoryStore, partition: int, user_id: str) -> None:
+    """Changes a bit of a stored history, as a disk does."""
+    key = partition.to_bytes(4, "big") + user_id.encode() + b"\0\0"
+    with store._files.env.begin(write=True) as txn:
+        head = bytearray(txn.get(key, db=store._files.records))
+        head[-10] ^= 4
+        txn.put(key, head, db=store._files.records)
+
+
+def test_a_request_that_finds_a_damaged_history_waits_until_its_partition_is_read_again(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    publisher = Publisher(kafka_settings)
+    given = [history(f"user-{i}") for i in range(20)]
+    publisher.send(*given)
+    partition = publisher.partition("user-3")
+    with following(kafka_settings, store) as follower:
+        histories = _FollowedHistories(store, follower, kafka_settings.partitions)
+        damage(store, partition, "user-3")
+        with capture_logs() as told:
+            found = read_history(histories, "user-3", given[3].version(), None, partition, 0)
+            assert (found.history, found.loading, found.is_settling) == (None, True, True)
+            assert partition in follower.loading and partition in follower.unopened
+            until(lambda: not follower.loading, "read again")
+        assert [read_history(histories, each.user_id, None, None, 0, 0).history for each in given] == given
+        [line] = [line for line in told if line["event"] == "history partition is read from the beginning"]
+        assert (line["partition"], line["reason"]) == (partition, "damaged")
+
+
+def test_damage_that_the_follower_finds_is_mended_once_in_a_partition_and_then_said(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    """A disk that changes what it keeps needs an operator, and no endless reading."""
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("user"))
+    partition = publisher.partition("user")
+    with following(kafka_settings, store, reported) as follower:
+        damage(store, partition, "user")
+        publisher.act("user", 1000)
+        until(lambda: reported.changed[1:] and not follower.loading, "read again")
+        found = store.get("user")
+        assert found is not None and len(found.history.behaviours) == 51
+        assert follower.fault == ""
+        damage(store, partition, "user")
+        publisher.act("user", 1001)
+        until(lambda: "is damaged" in follower.fault, "said")
+        assert follower.loading
 
 
 def test_refused_records_are_read_again_once_there_is_space(kafka_settings: KafkaSettings, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import relaygr.worker.history.store
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Behaviours, History
-from relaygr.worker.history.batches import ApplyOutcome, HistoryBatch, HistoryRecord, StoreFullError
+from relaygr.schemas.messages import BehaviourEvent, Behaviours, History
+from relaygr.worker.history.batches import ApplyOutcome, EventRecord, HistoryBatch, HistoryRecord, StoreFullError
+from relaygr.worker.history.files import DamagedError
 from relaygr.worker.history.records import Coverage
 from relaygr.worker.history.rules import Draft
 from relaygr.worker.history.store import HistoryStore, StoreOrigin
@@ -300,10 +301,66 @@ def test_a_damaged_store_says_what_to_do(tmp_path: Path) -> None:
     files = opened._files
     with files.env.begin(write=True) as txn, txn.cursor(db=files.records) as cursor:
         assert cursor.last() and cursor.delete()
-    for read in (lambda: opened.get("u0"), lambda: opened.some_histories(1)):
-        with pytest.raises(RelayError, match=f"store in {tmp_path} is damaged.*delete the folder"):
-            read()
+    with pytest.raises(RelayError, match=f"store in {tmp_path} is damaged.*delete the folder"):
+        opened.get("u0")
+    assert opened.some_histories(1) == []
     opened.close()
+
+
+_CHUNK_OF_U, _HEAD_OF_U = b"\0\0\0\7u\0\1", b"\0\0\0\7u\0\0"
+
+
+@pytest.mark.parametrize("place", [0, 7, 100, 183, 190, 210, -6, -5, -1], ids=str)
+@pytest.mark.parametrize("key", [_HEAD_OF_U, _CHUNK_OF_U], ids=["head", "chunk"])
+def test_one_bit_that_changed_in_a_stored_history_is_found_by_whoever_reads_it(
+    store: HistoryStore, key: bytes, place: int
+) -> None:
+    """A worker's snapshot would write it into the log, and an append would seal it again."""
+    apply(store, 7, [entry(0, "u", length=100), entry(1, "v", length=100)], 2)
+    with store._files.env.begin(write=True) as txn:
+        part = bytearray(txn.get(key, db=store._files.records))
+        part[place] ^= 4
+        txn.put(key, part, db=store._files.records)
+    new = Behaviours(np.arange(64), np.zeros(64, "<u2"), np.full(64, 2**41))
+    append = HistoryBatch(7, (), 2, (EventRecord(BehaviourEvent("u", new), 0),), 1)
+    reads: list[Callable[[], object]] = [
+        lambda: store.get("u"), lambda: store.saved("u", 0), lambda: store.apply_all([append]),
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(DamagedError) as told:
+            read()
+        assert told.value.partition == 7
+    assert store.get("v") is not None
+    assert store.forget(7) == 2, "it can be deleted"
+
+
+def test_a_part_in_the_place_of_that_of_another_user_is_found(store: HistoryStore) -> None:
+    apply(store, 7, [entry(0, "u"), entry(1, "v")], 2)
+    with store._files.env.begin(write=True) as txn:
+        other = bytes(txn.get(_HEAD_OF_U.replace(b"u", b"v"), db=store._files.records))
+        txn.put(_HEAD_OF_U, other, db=store._files.records)
+    with pytest.raises(DamagedError):
+        store.get("u")
+
+
+def test_histories_of_a_layout_without_seals_are_read_and_get_seals_with_their_next_change(tmp_path: Path) -> None:
+    opened = HistoryStore.open(tmp_path, MIB)
+    opened.trust(ORIGIN)
+    given = [entry(offset, f"u{offset}", length=60 * offset) for offset in range(5)]
+    apply(opened, 7, given, 5)
+    with opened._files.env.begin(write=True) as txn:
+        sealed = dict(txn.cursor(db=opened._files.records))
+        for key, part in sealed.items():
+            txn.put(key, part[:-5], db=opened._files.records)
+        txn.put(b"layout", b"relaygr.history-store.7", db=opened._files.meta)
+    opened.close()
+    again = HistoryStore.open(tmp_path, MIB)
+    assert again.trust(ORIGIN) is True
+    assert [stored.history for each in given if (stored := again.get(each.user_id))] == [each.history for each in given]
+    apply(again, 7, [replace(each, offset=each.offset + 5) for each in given], 10)
+    with again._files.env.begin() as txn:
+        assert [len(part) % 2 for _, part in txn.cursor(db=again._files.records)] == [1] * len(sealed)
+    again.close()
 
 
 def test_a_limit_below_what_is_stored_is_refused(tmp_path: Path) -> None:

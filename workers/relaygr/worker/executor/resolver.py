@@ -269,6 +269,10 @@ def read_history(
     loading = histories.is_loading(partition)
     is_settling = loading and histories.is_settling(partition)
     stored = histories.get(user_id)
+    if stored is None and not loading:
+        # The store found damage, and reads the partition again.
+        loading = histories.is_loading(partition)
+        is_settling = loading and histories.is_settling(partition)
     found = resolve(stored, wanted, None, loading)
     if found.stale is not None and wanted is not None:
         found = resolve(stored, wanted, None, loading, is_deleted=histories.deleted_at_ms(user_id) > chosen_ms)

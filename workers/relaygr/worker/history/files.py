@@ -47,11 +47,21 @@ _SLICE_BYTES: Final = 1024 * 1024
 _SLICE_RECORDS: Final = 256
 
 
+class DamagedPartError(lmdb.CorruptedError):
+    """A part of a history is missing, or is not as it was stored. The files are whole otherwise."""
+
+    def __init__(self, partition: int) -> None:
+        super().__init__(f"a history of partition {partition} is not as it was stored")
+        self.partition = partition
+
+
 class DamagedError(RelayError, lmdb.CorruptedError):
     """The files lack what they must have, as a copy does that was made while they were written."""
 
     def __init__(self, folder: Path, error: lmdb.CorruptedError) -> None:
         super().__init__(f"the history store in {folder} is damaged ({error}). {REMEDY}")
+        self.partition = error.partition if isinstance(error, DamagedPartError) else None
+        """The partition to which the damage is confined; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ docs/histories.md describes how it reads. It has a thread and a consumer of its 
   yet, so requests wait. `is_settling(p)`: it has just got `p`, and has not caught up.
 * `caught_up(p)`: since it began to follow `p`, it has reached an end of both logs and stored all before it.
 * `fault` names why the store cannot be written. Then no partition counts as caught up.
+* `mend(damage)`: a partition with a damaged history is read again from the beginning, once in the life of the process.
+  Until then it counts as one that has just come.
 * `on_changed` and `on_deleted` are called after the commit and must not block. `on_deleting` is called before it: if
   the process dies between the two, its successor reads the tombstone again. `on_missed` gets partitions whose
   deletions the follower may not have seen: they are read from the beginning, or another process has moved their
@@ -111,8 +113,12 @@ class HistoryFollower:
         # Each is replaced as a whole, so readers need no lock.
         self._wanted: frozenset[int] = frozenset()
         self._unopened: frozenset[int] = frozenset()
+        self._damaged: frozenset[int] = frozenset()
+        """Partitions that will be read again since a history was damaged."""
+        self._mended: frozenset[int] = frozenset()
+        """Those that were. Other damage in them needs an operator: the disk changes what it keeps."""
         self._unopened_lock = threading.Lock()
-        """Held while `_unopened` is replaced: `follow` adds to it, and the follower's thread takes from it."""
+        """Held while `_unopened`, `_damaged` or `_mended` are replaced."""
         self._caught_up: frozenset[int] = frozenset()
         self._wanted_since_us: dict[int, int] = {}
         self._fault = ""
@@ -164,9 +170,20 @@ class HistoryFollower:
         if {self._topic, self._behaviours} & set(topics):
             self._is_identified = False
 
+    def mend(self, damage: DamagedError) -> bool:
+        """Reads the partition of a damaged history again. False if that cannot help."""
+        partition = damage.partition
+        with self._unopened_lock:
+            if partition is None or partition in self._mended:
+                return False
+            self._wanted_since_us = {**self._wanted_since_us, partition: self._clock.monotonic_us()}
+            self._unopened |= {partition}
+            self._damaged |= {partition}
+        return True
+
     def caught_up(self, partition: int) -> bool:
         """Whether the partition is followed and the follower has reached an end of its log."""
-        return partition in self._caught_up and partition in self._wanted
+        return partition in self._caught_up and partition in self._wanted and partition not in self._damaged
 
     def is_settling(self, partition: int) -> bool:
         """Whether the partition came a moment ago, and the follower has not caught up. False while the store cannot be
@@ -184,8 +201,8 @@ class HistoryFollower:
 
     @property
     def loading(self) -> frozenset[int]:
-        """Followed partitions that have not caught up."""
-        return self._wanted - self._caught_up
+        """Followed partitions that have not caught up, or that will be read again."""
+        return self._wanted - (self._caught_up - self._damaged)
 
     @property
     def fault(self) -> str:
@@ -209,7 +226,8 @@ class HistoryFollower:
                         self._snapshots.close(RETRY_S)
             except (lmdb.Error, StoreFullError) as error:
                 metrics.count_failure()
-                self._note_fault(error)
+                if not isinstance(error, DamagedError) or not self.mend(error):
+                    self._note_fault(error)
             except RelayError as error:
                 log.error("history follower failed: it reads again from the stored offsets", cause=str(error))
                 metrics.count_failure()
@@ -317,7 +335,7 @@ class HistoryFollower:
 
     def _apply_wanted(self) -> None:
         wanted = self._wanted
-        lost = self._followed.keys() - wanted
+        lost = self._followed.keys() - (wanted - self._damaged)
         gained = wanted - self._followed.keys()
         if lost:
             self._flush()
@@ -344,7 +362,13 @@ class HistoryFollower:
         """Begins to follow a partition. Returns the log that is read first."""
         now_ms = self._clock.wall_us() // 1000
         state = self._store.state(partition)
-        if state is not None and state.current_at_ms < now_ms - self._max_age_ms:
+        if partition in self._damaged:
+            self._restart(partition, Restart.DAMAGED, advice="look after the disk of worker.history_path")
+            state = None
+            with self._unopened_lock:
+                self._damaged -= {partition}
+                self._mended |= {partition}
+        elif state is not None and state.current_at_ms < now_ms - self._max_age_ms:
             self._restart(partition, Restart.DELETIONS_MAY_BE_MISSING)
             state = None
         elif state is not None and state.refused and self._store.has_room:

@@ -36,7 +36,8 @@ _RESTARTS = Counter(
     "relaygr_history_restarts_total",
     "Partitions that were deleted from the history store and read from the beginning again, by reason: log_replaced "
     "(the log came back shorter, and may have grown again), offset_out_of_range (records were gone before they were "
-    "read), deletions_may_be_missing (the store was not read for too long), refused_before (the store had no room)",
+    "read), deletions_may_be_missing (the store was not read for too long), refused_before (the store had no room), "
+    "damaged (a stored history was not as it was stored: look after the disk)",
     ["reason"],
 )
 _UNCOVERED = Counter(

@@ -53,6 +53,8 @@ class Restart(enum.StrEnum):
     """The store is so old that tombstones may be gone from the log."""
     REFUSED_BEFORE = "refused_before"
     """The store had no room for some records, and has now."""
+    DAMAGED = "damaged"
+    """A stored history was not as it was stored."""
 
 
 class Stage(enum.IntEnum):

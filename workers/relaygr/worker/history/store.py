@@ -210,15 +210,21 @@ class HistoryStore:
     def some_histories(self, count: int) -> list[History]:
         """At most `count` histories, the longest of a bounded number of users.
 
-        Needs no `trust`, since it does not matter which topic they are of.
+        Needs no `trust`, since it does not matter which topic they are of. None if one of the users is damaged: whoever
+        follows the partition reads it again.
         """
-        with self._read() as tables:
-            if tables.layout not in READABLE:
-                return []
-            heads, _ = tables.heads_after(b"", range(_ALL_PARTITIONS), _SCAN_RECORDS)
-            shown = (each for each in heads if each.user_id not in self._concealed)
-            users = [each.user_id for each in heapq.nlargest(count, shown, key=lambda each: each.head.length)]
-            found = [tables.history(user_id) for user_id in users]
+        try:
+            with self._read() as tables:
+                if tables.layout not in READABLE:
+                    return []
+                heads, _ = tables.heads_after(b"", range(_ALL_PARTITIONS), _SCAN_RECORDS)
+                shown = (each for each in heads if each.user_id not in self._concealed)
+                users = [each.user_id for each in heapq.nlargest(count, shown, key=lambda each: each.head.length)]
+                found = [tables.history(user_id) for user_id in users]
+        except DamagedError as damage:
+            if damage.partition is None:
+                raise
+            return []
         return [stored.history for stored in found if stored is not None]
 
     def recent_users(self, partitions: Container[int], count: int, is_wanted: Callable[[], bool]) -> list[str]:

@@ -1,40 +1,47 @@
 """The layout of the history store: keys and values of its LMDB tables, within one transaction.
 
     users        user id -> partition u32
-    records      partition u32, user id, 0, number of the part u8 -> head (part 0) or chunk (from 1)
+    records      partition u32, user id, 0, number of the part u8 -> head (part 0) or chunk (from 1), each with a seal
     deleted      partition u32, hash of the user id -> `Deletion`
     partitions   partition u32 -> `PartitionState`
     meta         layout, origin, and what `relaygr.worker.history.files` keeps
 
 Keys are big-endian, values little-endian. A user's parts and a partition's users lie side by side, so a partition is
 deleted without a look at another one. Digests are stored, so that a request hashes the open block alone.
+
+LMDB does not notice a byte that changes on its disk, and a snapshot by the owner would write it into the log for all.
+So a part ends with a *seal* of five bytes: the CRC-32 of its key and content, and a 1. Layouts before number 8 have no
+seals. Without its seal, each part has an even number of bytes.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+import zlib
 from collections.abc import Container
 from hashlib import blake2b
 from typing import Any, Final
 
-import lmdb
-
 from relaygr.kafka.log_reader import LastRecord
 from relaygr.schemas.record import record
-from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, Files
+from relaygr.worker.history.files import LAYOUT_KEY, ORIGIN, REMOVED_AT, Compaction, DamagedPartError, Files
 from relaygr.worker.history.records import Head, assembled
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.rules import Draft
 
-LAYOUT: Final = b"relaygr.history-store.7"
-READABLE: Final = (LAYOUT, b"relaygr.history-store.6")
-"""Layouts whose content this version reads. Number 6 has no last records in its partition states."""
+LAYOUT: Final = b"relaygr.history-store.8"
+READABLE: Final = (LAYOUT, b"relaygr.history-store.7", b"relaygr.history-store.6")
+"""Layouts whose content this version reads. Number 7 has no seals; number 6 has no last records in its partition
+states, either.
+"""
 _STATE = struct.Struct("<QQQQ")
 _LAST = struct.Struct(f"<?Qiq{LastRecord.DIGEST_BYTES}s")
 _NO_LAST = bytes(_LAST.size)
 _PARTITION = struct.Struct(">I")
 _DELETION = struct.Struct("<QQ")
+_SEAL = struct.Struct("<IB")
+_SEALED = 1
 # User ids have no control characters, so that no other user's key lies between a head and its chunks.
 _PART = tuple(b"\0" + bytes((part,)) for part in range(256))
 _LAST_PART = b"\0\xff"
@@ -173,13 +180,13 @@ class Tables:
         # The chunks follow the head, so a cursor steps to them without a search from the root.
         parts = self._txn.cursor(db=self.files.records)
         parts.set_key(key + _PART[0])
-        data = parts.value()
+        data = _opened(key + _PART[0], parts.value())
         head = Head.read(data)
         if head.is_deleted:
             return None
-        chunks = [parts.value() for _ in range(head.chunks) if parts.next()]
+        chunks = [_opened(key + _PART[1 + index], parts.value()) for index in range(head.chunks) if parts.next()]
         if parts.key() != key + _PART[head.chunks]:
-            raise lmdb.CorruptedError(f"{self.files.folder}: parts of a history are missing")
+            raise DamagedPartError(_PARTITION.unpack_from(key)[0])
         return assembled(user_id, head, data, chunks)
 
     def heads_after(self, after: bytes, partitions: Container[int], count: int) -> tuple[list[UserHead], bytes | None]:
@@ -198,7 +205,7 @@ class Tables:
                 continue
             user = key[_PARTITION.size : -len(_LAST_PART)]
             after = key[: _PARTITION.size] + user + _LAST_PART
-            heads.append(UserHead(partition, user.decode(), Head.read(cursor.value())))
+            heads.append(UserHead(partition, user.decode(), Head.read(_opened(key, cursor.value()))))
         return heads, after
 
     # Writes.
@@ -228,9 +235,8 @@ class Tables:
     def put_parts(self, partition: int, user_id: str, draft: Draft) -> None:
         """Stores the changed parts of a user's history."""
         key = _PARTITION.pack(partition) + user_id.encode()
-        self._put(Table.RECORDS, key + _PART[0], draft.head_bytes())
-        for index, data in draft.written.items():
-            self._put(Table.RECORDS, key + _PART[1 + index], data)
+        for part, data in ((0, draft.head_bytes()), *((1 + index, data) for index, data in draft.written.items())):
+            self._put(Table.RECORDS, key + _PART[part], _sealed(key + _PART[part], data))
 
     def erase(self, user_id: str) -> None:
         """Deletes the history of a user, if there is one."""
@@ -300,7 +306,7 @@ class Tables:
         return None if partition is None else bytes(partition) + user
 
     def _part(self, key: bytes, part: int) -> Any:
-        return self._txn.get(key + _PART[part], db=self.files.records)
+        return _opened(key + _PART[part], self._txn.get(key + _PART[part], b"", db=self.files.records))
 
     def _keys(self, table: Table, prefix: bytes, count: int) -> list[bytes]:
         """At most `count` keys that begin with `prefix`."""
@@ -328,3 +334,17 @@ class Tables:
 
 def _deleted_key(partition: int, user_id: str) -> bytes:
     return _PARTITION.pack(partition) + blake2b(user_id.encode(), digest_size=_HASH_BYTES).digest()
+
+
+def _sealed(key: bytes, part: bytes) -> bytes:
+    return part + _SEAL.pack(zlib.crc32(part, zlib.crc32(key)), _SEALED)
+
+
+def _opened(key: bytes, sealed: Any) -> Any:
+    """A part without its seal. Raises DamagedPartError if it is not as it was stored."""
+    if len(sealed) % 2 == 0 and sealed:
+        return sealed
+    part = sealed[: -_SEAL.size]
+    if not sealed or _SEAL.unpack(sealed[-_SEAL.size :]) != (zlib.crc32(part, zlib.crc32(key)), _SEALED):
+        raise DamagedPartError(_PARTITION.unpack_from(key)[0])
+    return part

@@ -33,8 +33,8 @@ from relaygr.worker.cache import PrefixCache
 from relaygr.worker.cache.identity import PrefixKey
 from relaygr.worker.cache.results import SpillOutcome
 from relaygr.worker.executor.executor import Executor
+from relaygr.worker.executor.resolver import HistoryReader
 from relaygr.worker.executor.work import JobWork
-from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.pool.tier import PoolTier
 from relaygr.worker.preinfer.decision import MOST_TRIES, Slowness, Verdict, decide
 from relaygr.worker.preinfer.source import JobSource
@@ -70,7 +70,7 @@ class SlotParts:
     executor: Executor
     cache: PrefixCache
     pool: PoolTier
-    store: HistoryStore
+    histories: HistoryReader
     producer: Producer
     dead_letters: DeadLetterWriter
     clock: Clock
@@ -254,7 +254,7 @@ class SlotLoop:
         latency, wait_us = parts.executor.latency_of_prefixes, parts.executor.preinfer_backlog_us
         behaviours = job.history_length
         if behaviours is None:
-            stored = parts.store.get(job.user_id)
+            stored = parts.histories.get(job.user_id)
             behaviours = len(stored.history.behaviours) if stored is not None else 0
         engine, factor = parts.executor.engine, self._slowness.factor(work.received.received_us)
         behaviours = min(behaviours, engine.limits.max_prefix_behaviours)

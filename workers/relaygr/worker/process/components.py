@@ -51,6 +51,7 @@ from relaygr.worker.executor.job_admission import JobAdmission, SlotAdmission
 from relaygr.worker.executor.parts import ExecutorParts
 from relaygr.worker.executor.thread import DeviceThread
 from relaygr.worker.handler import HandlerSettings, OverflowHandler, WorkerHandler
+from relaygr.worker.history.files import DamagedError
 from relaygr.worker.history.follower import HistoryFollower
 from relaygr.worker.history.resolve import StoredHistory
 from relaygr.worker.history.snapshots import SnapshotLimits
@@ -101,7 +102,13 @@ class _FollowedHistories:
     def get(self, user_id: str) -> StoredHistory | None:
         unopened = self.follower.unopened
         # The store may have a history of a user who was deleted while another worker had the partition.
-        return None if unopened and self._partition_of(user_id) in unopened else self.store.get(user_id)
+        if unopened and self._partition_of(user_id) in unopened:
+            return None
+        try:
+            return self.store.get(user_id)
+        except DamagedError as damage:
+            self._mend(damage)
+            return None
 
     def is_loading(self, partition: int) -> bool:
         return not self.follower.caught_up(partition)
@@ -110,7 +117,16 @@ class _FollowedHistories:
         return self.follower.is_settling(partition)
 
     def deleted_at_ms(self, user_id: str) -> int:
-        return self.store.deleted_at_ms(user_id, self._partition_of(user_id))
+        try:
+            return self.store.deleted_at_ms(user_id, self._partition_of(user_id))
+        except DamagedError as damage:
+            self._mend(damage)
+            return 0
+
+    def _mend(self, damage: DamagedError) -> None:
+        """Raises the damage that the follower cannot mend."""
+        if not self.follower.mend(damage):
+            raise damage
 
     def _partition_of(self, user_id: str) -> int:
         return partition_for(user_id.encode(), self.partitions)
@@ -330,7 +346,7 @@ class Components:
             executor=self.executor,
             cache=self.cache,
             pool=pool,
-            store=prepared.store,
+            histories=_FollowedHistories(prepared.store, self.follower, self._config.kafka.partitions),
             producer=prepared.producer,
             dead_letters=self._session.dead_letters,
             clock=self._clock,
