@@ -407,6 +407,20 @@ def test_a_store_too_old_for_tombstones_is_read_from_the_beginning(
         assert reported.changed == ["user"]
 
 
+def test_a_store_that_a_clock_far_ahead_has_marked_is_read_from_the_beginning(
+    kafka_settings: KafkaSettings, store: HistoryStore
+) -> None:
+    """It would count as new for as long as the clock was ahead, whatever deletions were missed."""
+    publisher, reported = Publisher(kafka_settings), Reported()
+    publisher.send(history("user"))
+    with following(kafka_settings, store, clock=ManualClock(wall_us=MAX_STORE_AGE_MS * 20_000)):
+        pass
+    with following(kafka_settings, store, reported, clock=ManualClock(wall_us=MAX_STORE_AGE_MS * 19_500)):
+        assert reported.changed == []
+    with following(kafka_settings, store, reported, clock=ManualClock(wall_us=MAX_STORE_AGE_MS * 10_000)):
+        assert reported.changed == ["user"]
+
+
 def test_while_it_follows_the_store_stays_current(kafka_settings: KafkaSettings, store: HistoryStore) -> None:
     clock = ManualClock()
     Publisher(kafka_settings).send(history("user"))

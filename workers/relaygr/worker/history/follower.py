@@ -368,7 +368,8 @@ class HistoryFollower:
             with self._unopened_lock:
                 self._damaged -= {partition}
                 self._mended |= {partition}
-        elif state is not None and state.current_at_ms < now_ms - self._max_age_ms:
+        # A time as far in the future is one of a clock that was wrong, and says as little.
+        elif state is not None and abs(now_ms - state.current_at_ms) > self._max_age_ms:
             self._restart(partition, Restart.DELETIONS_MAY_BE_MISSING)
             state = None
         elif state is not None and state.refused and self._store.has_room:
