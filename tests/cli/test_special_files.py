@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from relaygr.cli.options import require_writable
 from relaygr.compare.requests import read_requests
 from relaygr.ingest.reading import read_interactions
 from relaygr.kafka.security import SecurityFiles, librdkafka_security, password_of, read_token
@@ -71,6 +72,11 @@ def test_a_pipe_in_place_of_a_file_is_an_error_at_once(tmp_path: Path, kind: str
     os.mkfifo(tmp_path / name)
     error = outcome(lambda: read(tmp_path / name))
     assert isinstance(error, (RelayError, OSError)) and "not a regular file" in str(error)
+
+
+def test_a_pipe_for_what_a_command_writes_is_not_waited_for_before_there_is_anything_to_write(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "out")
+    assert outcome(lambda: require_writable("--out", tmp_path / "out")) is None
 
 
 def test_the_memory_for_weights_that_are_a_pipe_is_none(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ def require_writable(option: str, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
+        if path.is_fifo():
+            return  # A reader that comes and goes with this look would see the end of the pipe.
         path.open("ab").close()
         if is_new:
             path.unlink()

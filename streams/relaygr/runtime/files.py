@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,9 +44,21 @@ def require_regular(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file as a whole: a crash leaves the old or the new content. Raises OSError."""
-    with whole_file(path) as partial:
+    """Replaces a file as a whole: a crash leaves the old or the new content. Raises OSError.
+
+    A link stays, and what it names is replaced. A device or a pipe, such as /dev/null, is written and stays. Of several
+    processes that write one file, the last one's content stays.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    with removed_on_failure(partial):
         partial.write_bytes(content)
+        _sync(partial)
+        partial.replace(path)
+    sync_folder(path.parent)
 
 
 @contextmanager
