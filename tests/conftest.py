@@ -234,6 +234,15 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def numbers_next_to_zero() -> None:
+    """An engine that an earlier test has loaded lets this thread take numbers next to zero for zero, and hypothesis
+    then refuses to draw numbers.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
 def own_logging(nothing_left_behind: None) -> Iterator[None]:
     """What a test configures of `logging` and structlog ends with it."""
     root = logging.getLogger()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,28 @@ def test_threads_stay_within_the_cpu_quota_and_more_by_a_setting_are_named(
     assert chosen == [2, 3]
     (said,) = [entry for entry in logs if "quota" in entry["event"]]
     assert (said["threads"], said["quota_cores"]) == (3, 2.5)
+
+
+def test_a_processor_does_not_take_its_time_for_numbers_next_to_zero(tmp_path: Path) -> None:
+    """A product takes hundreds of times as long with them. Weight decay leaves such weights."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    torch.set_flush_denormal(False)
+    smallest = torch.ones(4096, dtype=torch.int32).view(torch.float32)
+    nonzero: list[int] = []
+
+    def compute() -> None:
+        nonzero.append(int((smallest * 1.5).count_nonzero()))
+
+    compute()
+    config = small_config()
+    save_checkpoint(tmp_path, config, random_checkpoint(config, 0).tensors)
+    load_engine(tmp_path, "cpu")
+    for thread in (threading.Thread(target=compute), threading.Thread(target=compute)):
+        thread.start()
+        thread.join()
+    compute()
+    assert nonzero == [4096, 0, 0, 0]
 
 
 @pytest.mark.slow

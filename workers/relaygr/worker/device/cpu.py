@@ -70,7 +70,9 @@ class CpuDevice(Device):
         return _InlineStream()
 
     def bind_thread(self) -> None:
-        return None
+        # A processor takes some hundred times as long for numbers below 1e-38. Training with weight decay leaves such
+        # weights: a product with 512 x 512, of which a third were such, took 679 ms instead of 1.9.
+        torch.set_flush_denormal(True)
 
     def synchronize(self) -> None:
         return None

@@ -72,6 +72,8 @@ def load_engine(
     """
     set_threads(threads if threads is not None else min(torch.get_num_threads(), usable_cores()))
     opened = open_device(device)
+    # This thread measures, and those that it starts serve.
+    opened.bind_thread()
     default_kv, default_compute = default_dtypes(opened)
     kv, compute = kv_dtype or default_kv, compute_dtype or default_compute
     log.info(
