@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _MLFLOW_SCHEMES: Final = ("models", "runs", "mlflow-artifacts")
 _SHOWN: Final = 8
+_MOST_CONFIG_BYTES: Final = 16 << 20
+"""A server may answer without an end. Configurations have some KiB."""
 
 
 class SourceError(RelayError):
@@ -140,7 +142,8 @@ def _from_files(source: str, place: Path) -> Path:
             raise SourceError(f"{masked(source)} does not exist.")
         content = files.ls(folder, detail=False) if files.isdir(folder) else ()
         raise SourceError(_without_config(source, (path.rstrip("/").rpartition("/")[2] for path in content)))
-    if names_ranker(files.cat_file(f"{folder}/{CONFIG_FILE}")):
+    (place / CONFIG_FILE).write_bytes(config := _read_config(files, f"{folder}/{CONFIG_FILE}", source))
+    if names_ranker(config):
         names = _names_below(files, folder)
     else:
         others = (WEIGHTS_FILE, CALIBRATION_FILE, ACTIONS_FILE, CARD_FILE)
@@ -153,6 +156,8 @@ def _from_files(source: str, place: Path) -> Path:
             bars.reached(value)
 
         for name in names:
+            if name == CONFIG_FILE:
+                continue
             bars.began(name, 0)
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shown = fsspec.callbacks.Callback(hooks={"bar": show})
@@ -166,6 +171,19 @@ def _from_files(source: str, place: Path) -> Path:
     if before != [files.ukey(f"{folder}/{name}") for name in names]:
         raise SourceError(f"{masked(source)} was replaced while it was read.")
     return place
+
+
+def _read_config(files: AbstractFileSystem, path: str, source: str) -> bytes:
+    content = b""
+    with files.open(path, "rb") as file:
+        while len(content) <= _MOST_CONFIG_BYTES and (block := file.read(_MOST_CONFIG_BYTES + 1 - len(content))):
+            content += block
+    if len(content) > _MOST_CONFIG_BYTES:
+        raise RelayError(
+            f"{masked(source)}: its config.json has more than {_MOST_CONFIG_BYTES >> 20} MiB, so it is no model's "
+            "configuration. Check the address."
+        )
+    return content
 
 
 def _names_below(files: AbstractFileSystem, folder: str) -> list[str]:

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -119,19 +119,28 @@ def http() -> None:
 
 
 @contextmanager
-def server(status: int) -> Iterator[str]:
+def server(status: int, *, endless: bool = False) -> Iterator[str]:
     """An HTTP server that answers so to everything."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_error(status)
+            if not endless:
+                return self.send_error(status)
+            self.do_HEAD()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(bytes(1 << 20))
 
-        do_HEAD = do_GET  # noqa: N815
+        def do_HEAD(self) -> None:
+            if not endless:
+                return self.send_error(status)
+            self.send_response(status)
+            self.end_headers()
 
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Answers) as serving:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as serving:
         thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
         thread.start()
         yield f"http://127.0.0.1:{serving.server_port}/ranker"
@@ -153,6 +162,13 @@ def test_a_server_that_does_not_answer_well_is_no_missing_checkpoint(
 ) -> None:
     with server(status) as url:
         assert f"{url}{sentence}" in said(deploy(url, tmp_path / "served"))
+
+
+@pytest.mark.usefixtures("http")
+def test_an_answer_without_an_end_in_place_of_the_configuration_is_refused(tmp_path: Path) -> None:
+    with server(200, endless=True) as url:
+        assert "its config.json has more than 16 MiB" in said(deploy(url, tmp_path / "served"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_that_were_changed_in_the_store_are_refused(tmp_path: Path, bucket: fsspec.AbstractFileSystem) -> None:
