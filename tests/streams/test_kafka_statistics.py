@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import structlog
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from relaygr.devbroker import available_brokers
 from relaygr.kafka.clients import ProducerKind, make_assigned_consumer, make_producer
@@ -96,6 +96,16 @@ def test_how_long_a_broker_holds_answers_back_stays_for_a_minute() -> None:
         return shown, statistics.longest_throttle_s
 
     assert [reported(ms)[0] for ms in (0, 2_700, 900, 0, 0, 0, 0)] == [0, 2.7, 2.7, 2.7, 0.9, 0, 0]
+
+
+def test_a_second_scraper_of_the_page_sees_what_the_first_one_saw() -> None:
+    registry, clock = CollectorRegistry(), ManualClock()
+    statistics = KafkaStatistics(registry, clock)
+    figures = report("w", txmsgs=12, msgs=10)
+    figures["brokers"]["b0"] = figures["brokers"]["b0"] | {"throttle": {"max": 900}}
+    statistics.read(json.dumps(figures))
+    first, second = generate_latest(registry), generate_latest(registry)
+    assert first == second and b" 0.9\n" in first
 
 
 def test_requests_without_an_answer_are_said_once_with_their_client_and_broker(

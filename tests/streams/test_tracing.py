@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -439,6 +440,25 @@ def test_spans_that_a_collector_refuses_in_an_answer_of_success_are_counted_with
     assert (lines[0]["spans"], lines[0]["reason"]) == (1, "no quota")
 
 
+def test_a_collector_that_never_answers_costs_its_spans_and_keeps_no_process_from_its_end(
+    variables: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        variables.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        variables.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+        export = span_export(world)
+        export.start()
+        world.tracer.end(world.span())
+        connection, _ = silent.accept()
+        for _ in range(130):
+            world.tracer.end(world.span())
+        export.stop(0.01)
+        assert (world.count("dropped"), world.count("exported")) == (30, 0)
+        connection.close()
+    until(lambda: world.count("failed") == 101, "what was sent and what waited is counted")
+
+
 def test_a_full_batch_is_sent_before_its_time(collected: Collector, variables: pytest.MonkeyPatch) -> None:
     variables.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     variables.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "3")
@@ -455,14 +475,18 @@ def otel_resource() -> object:
     return Resource({"service.name": "test"})
 
 
-@contextmanager
-def exporting(world: World) -> Iterator[None]:
+def span_export(world: World) -> SpanExport:
     """The spans of the world's tracer go to the collector of the environment."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
 
     answers, resource = Answers(), Resource({"service.name": "test"})
-    export = SpanExport(world.tracer, OTLPSpanExporter(session=answers), answers, resource, world.metrics, 0.05)
+    return SpanExport(world.tracer, OTLPSpanExporter(session=answers), answers, resource, world.metrics, 0.05)
+
+
+@contextmanager
+def exporting(world: World) -> Iterator[None]:
+    export = span_export(world)
     export.start()
     yield
     export.stop(5)

@@ -89,6 +89,23 @@ def test_the_request_of_a_job_does_not_read_the_history_again() -> None:
     assert again.prefix.key.chain == work.prefix.key.chain
 
 
+def test_a_job_that_comes_twice_before_and_after_its_request_is_computed_once_and_holds_nothing() -> None:
+    """As a share group gives it, or a consumer that starts again."""
+    world = ExecutorWorld()
+    version = world.store.put("u", LENGTH)
+    for _ in range(2):
+        world.job("u", version, "r")
+    world.run()
+    world.job("u", version, "r")
+    work = world.rank("u", version, "r")
+    world.run()
+    world.job("u", version, "r")
+    world.run()
+    stats = world.cache.stats()
+    assert work.path is Path.HBM
+    assert (stats.fills.total(), stats.leases, stats.leases_leaked) == (1, 0, 0)
+
+
 CASES = [
     "unnamed",
     "other version",
