@@ -270,6 +270,19 @@ def test_memory_comes_from_a_system_without_huge_pages(monkeypatch: pytest.Monke
     assert CpuDevice().empty_bytes(2, 2 << 20).fill_(3).eq(3).all()
 
 
+def test_a_core_file_has_no_arena() -> None:
+    """A standby waits for the lock of a process that crashed until its core is written."""
+    memory = CpuDevice().empty_bytes(4 << 20)
+    smaps = Path("/proc/self/smaps").read_text()
+    [of_arena] = [part for part in re.split(r"(?m)^(?=[0-9a-f]+-)", smaps) if _holds(part, memory.data_ptr())]
+    assert " dd" in of_arena.partition("VmFlags:")[2]
+
+
+def _holds(mapping: str, address: int) -> bool:
+    start, dash, end = mapping.partition(" ")[0].partition("-")
+    return bool(dash) and int(start, 16) <= address < int(end, 16)
+
+
 def test_fewer_than_one_thread_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         set_threads(0)

@@ -90,7 +90,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def large_bytes(size: int) -> torch.Tensor:
-    """uint8 [size], not initialised, in pages of 2 MiB if the system has them.
+    """uint8 [size], not initialised, in pages of 2 MiB if the system has them, and in no core file.
 
     Memory in pages of 4 KiB has more pages than the processor's TLB holds: attention of 16 rows on 84 MB of K,V spent a
     quarter of its time on TLB misses.
@@ -98,9 +98,11 @@ def large_bytes(size: int) -> torch.Tensor:
     if size < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages refuses.
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    # A process that crashes has its locks until its core is written: a standby would wait for gigabytes of K,V.
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
+        # A kernel without huge pages refuses.
+        with contextlib.suppress(OSError):
+            memory.madvise(advice)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
