@@ -118,7 +118,7 @@ class HistoryFollower:
         self._mended: frozenset[int] = frozenset()
         """Those that were. Other damage in them needs an operator: the disk changes what it keeps."""
         self._unopened_lock = threading.Lock()
-        """Held while `_unopened`, `_damaged` or `_mended` are replaced."""
+        """Held while `_unopened`, `_wanted_since_us`, `_damaged` or `_mended` are replaced."""
         self._caught_up: frozenset[int] = frozenset()
         self._wanted_since_us: dict[int, int] = {}
         self._fault = ""
@@ -153,10 +153,11 @@ class HistoryFollower:
 
     def follow(self, partitions: frozenset[int]) -> None:
         """Replaces the set of followed partitions. Reading continues for partitions in both sets."""
-        now_us, known = self._clock.monotonic_us(), self._wanted_since_us
-        self._wanted_since_us = {partition: known.get(partition, now_us) for partition in partitions}
+        now_us = self._clock.monotonic_us()
         # First: a partition must not count as open before the thread knows of it.
         with self._unopened_lock:
+            known = self._wanted_since_us
+            self._wanted_since_us = {partition: known.get(partition, now_us) for partition in partitions}
             self._unopened = frozenset(partitions - self._wanted | (self._unopened & partitions))
         self._wanted = frozenset(partitions)
         self._is_standby = False
@@ -174,7 +175,8 @@ class HistoryFollower:
         """Reads the partition of a damaged history again. False if that cannot help."""
         partition = damage.partition
         with self._unopened_lock:
-            if partition is None or partition in self._mended:
+            # One that is not wanted is the wrong one: another record is damaged, too.
+            if partition is None or partition in self._mended or partition not in self._wanted:
                 return False
             self._wanted_since_us = {**self._wanted_since_us, partition: self._clock.monotonic_us()}
             self._unopened |= {partition}
