@@ -164,15 +164,21 @@ def stage(kafka_settings: KafkaSettings) -> Iterator[Stage]:
         yield stage
 
 
+@contextmanager
+def staged_on(broker: LocalBroker, partitions: int) -> Iterator[Stage]:
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    kafka = broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=partitions))
+    broker.create_topics(kafka)
+    with staged(kafka) as stage:
+        yield stage
+    broker.delete_topics(kafka)
+
+
 @pytest.fixture
 def real_stage(real_broker: LocalBroker) -> Iterator[Stage]:
     """A stage on a real broker, for static members: librdkafka's own cluster does not fence them."""
-    prefix = f"test-{uuid.uuid4().hex[:12]}"
-    kafka = real_broker.settings(KafkaSettings(topic_prefix=prefix, group_prefix=prefix, partitions=12))
-    real_broker.create_topics(kafka)
-    with staged(kafka) as stage:
+    with staged_on(real_broker, 12) as stage:
         yield stage
-    real_broker.delete_topics(kafka)
 
 
 def test_every_message_is_handed_over_once_on_the_poll_thread_and_stop_commits_what_is_finished(stage: Stage) -> None:
@@ -222,6 +228,23 @@ def test_two_members_own_the_same_partitions_of_both_topics_and_share_them(stage
     sent = stage.send(2)
     until(lambda: len(a.work) + len(b.work) == sent, "all delivered")
     assert {partition for _, partition, _ in a.work} == a.partitions
+
+
+def test_one_member_more_than_partitions_is_ready_without_any_and_takes_over(broker: LocalBroker) -> None:
+    with staged_on(broker, 1) as stage:
+        members = stage.join("a"), stage.join("b")
+        until(
+            lambda: (
+                all(each.loop.status().assigned for each in members)
+                and sorted(len(each.partitions) for each in members) == [0, 1]
+            ),
+            "one has the partition",
+        )
+        idle, owner = sorted(members, key=lambda each: len(each.partitions))
+        owner.stop()
+        until(lambda: idle.partitions == {0}, "the other one has it")
+        sent = stage.send(1)
+        until(lambda: len(idle.work) == sent, "all delivered")
 
 
 def test_what_a_survivor_has_in_flight_is_not_done_twice_when_a_member_joins(stage: Stage) -> None:
