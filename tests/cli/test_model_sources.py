@@ -171,6 +171,16 @@ def test_an_answer_without_an_end_in_place_of_the_configuration_is_refused(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_that_is_larger_than_the_disk_leaves_nothing_on_it(
+    small_disk: Path, bucket: fsspec.AbstractFileSystem
+) -> None:
+    bucket.pipe("/bucket/ranker/README.md", bytes(9 << 20))
+    result = deploy(BUCKET, small_disk / "served")
+    assert result.exit_code == 1 and f"{BUCKET} cannot be read: OSError: " in said(result)
+    assert "No space left on device" in said(result)
+    assert list(small_disk.iterdir()) == []
+
+
 def test_weights_that_were_changed_in_the_store_are_refused(tmp_path: Path, bucket: fsspec.AbstractFileSystem) -> None:
     weights = bytearray(bucket.cat("/bucket/ranker/model.safetensors"))
     weights[-1] ^= 1
