@@ -99,6 +99,17 @@ def test_a_dead_letter_is_the_raw_message_with_its_origin(kafka_settings: KafkaS
     ]
 
 
+def test_dead_letters_of_one_message_that_came_twice_name_one_origin(kafka_settings: KafkaSettings) -> None:
+    """As a consumer writes them that ended before its commit."""
+    topic = kafka_settings.topic(Topic.RANKING)
+    for worker_id in ("worker-1", "worker-2"):
+        writer = KafkaSession(kafka_settings, worker_id).dead_letters
+        writer.write(message(topic=topic), "malformed", "the body is no map")
+        assert writer.flush(20) == 0
+    letters, kept = read_dead_letters(kafka_settings, 10)
+    assert kept == 2 and [(each.topic, each.partition, each.offset) for each in letters] == [(topic, 7, 1234)] * 2
+
+
 def test_without_the_setting_a_dead_letter_holds_coordinates_and_a_digest_and_no_byte_of_the_message(
     kafka_settings: KafkaSettings,
 ) -> None:
