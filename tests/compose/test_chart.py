@@ -29,7 +29,7 @@ from relaygr.schemas.topics import CATALOGUE
 from relaygr.settings import Settings, load
 from relaygr.worker.process.allocation import queues_bytes
 from relaygr.worker.supervisor.supervisor import STANDBY_STOP_S
-from tests.worlds.chart import CHART, EXAMPLES, Helm, Rendered, example, helm_is_installed, merged
+from tests.worlds.chart import CHART, EXAMPLES, RELEASE, Helm, Rendered, example, helm_is_installed, merged
 from tests.worlds.compose import ALERTS, alert_expressions, exported_metrics, image_environment, metrics_in
 from tests.worlds.pool import needs_mooncake, unknown_options
 
@@ -710,6 +710,7 @@ def test_prometheus_finds_every_process_under_the_job_that_alerts_name(helm: Hel
     assert set(PROCESSES) - {"ui"} <= set(jobs.split("|"))
     [endpoint] = monitor["endpoints"]
     assert all(endpoint["port"] in [port["name"] for port in each["spec"]["ports"]] for each in chosen)
+    assert {"targetLabel": "release", "replacement": RELEASE} in endpoint["relabelings"]
 
 
 @pytest.mark.parametrize(
