@@ -57,6 +57,11 @@ worker trigger{{ if .Values.preInfer.replicas }} pre-infer{{ end }}{{ range $rol
 {{- $path := splitList "." $key -}}
 {{- if hasKey (get $settings (first $path) | default dict) (last $path) }}{{ fail (printf "settings.%s is set by the chart: remove it" $key) }}{{ end -}}
 {{- end -}}
+{{- range $key := list "worker.cpu" "worker.memory.limit" "worker.history.size" "preInfer.cpu" "preInfer.memory.limit" "preInfer.history.size" "model.size" "pool.holder.cpu" -}}
+{{- $value := $.Values -}}
+{{- range splitList "." $key }}{{ $value = get ($value | default dict) . }}{{ end -}}
+{{- if not (regexMatch "^([0-9]+(\\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?)?$" (toString $value)) }}{{ fail (printf "%s is %q: write a quantity of Kubernetes, such as 8Gi of memory, or 500m of a CPU" $key (toString $value)) }}{{ end -}}
+{{- end -}}
 {{- range $key := list "sasl_password" "key_password" -}}
 {{- if hasKey ($settings.security | default dict) $key }}{{ fail (printf "settings.security.%s would be readable in a ConfigMap: put it into a Secret, and set RELAYGR_SECURITY__%s from it by extraEnv (or name the file of a password in settings.security.sasl_password_file)" $key (upper $key)) }}{{ end -}}
 {{- end -}}
