@@ -682,6 +682,16 @@ def test_only_workers_and_the_pools_own_parts_reach_the_pool(helm: Helm, others:
         assert parts in [chosen(peer, labels) for peer in peers]
 
 
+def test_policies_let_questions_to_the_name_service_out_also_in_openshift(helm: Helm) -> None:
+    """A policy sees the port of the pod behind the Service, and OpenShift's name service listens on 5353."""
+    policies = helm.render(merged(CASES["a pool"], {"networkPolicy": {"enabled": True}})).of("NetworkPolicy")
+    assert len(policies) == 2
+    for policy in policies:
+        open_to_all = [rule["ports"] for rule in policy["spec"]["egress"] if "to" not in rule]
+        ports = {(each["protocol"], each["port"]) for rule in open_to_all for each in rule}
+        assert {("UDP", 53), ("TCP", 53), ("UDP", 5353), ("TCP", 5353)} <= ports
+
+
 def chosen(selector: Any, labels: dict[str, dict[str, str]]) -> set[str]:
     """The names of those labels that a selector of the chart matches."""
     [rule] = selector["matchExpressions"]

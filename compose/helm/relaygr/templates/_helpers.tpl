@@ -392,6 +392,11 @@ readinessProbe:
 volumeMounts: [{name: tmp, mountPath: /tmp}]
 {{- end }}
 
+{{/* Ports of the cluster's name service. A policy sees those of its pods, which are 5353 in OpenShift. */}}
+{{- define "relaygr.nameServicePorts" -}}
+[{protocol: UDP, port: 53}, {protocol: TCP, port: 53}, {protocol: UDP, port: 5353}, {protocol: TCP, port: 5353}]
+{{- end }}
+
 {{/* A selector of the pods of some roles, or of all others: JSON. dict "root" "roles" "operator" (In, or NotIn). */}}
 {{- define "relaygr.pods" -}}
 {{- $labels := dict "app.kubernetes.io/name" "relaygr" "app.kubernetes.io/instance" .root.Release.Name -}}
