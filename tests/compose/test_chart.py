@@ -567,6 +567,30 @@ def test_a_disruption_takes_one_worker_at_a_time(chart: Rendered) -> None:
         assert budget["selector"]["matchLabels"].items() <= labels.items()
 
 
+@pytest.mark.parametrize("allowed", [0, "25%"])
+def test_a_budget_is_as_given_and_keeps_no_node_for_a_pod_that_is_not_ready(helm: Helm, allowed: int | str) -> None:
+    changes = {role: {"maxUnavailable": allowed} for role in ("worker", "trigger", "gateway")}
+    budgets = helm.render(merged(CASES["everything"], changes)).of("PodDisruptionBudget")
+    given = {each["metadata"]["name"].removeprefix(f"{RELEASE}-"): each["spec"] for each in budgets}
+    assert {name: spec["maxUnavailable"] for name, spec in given.items()} == dict.fromkeys(
+        ("worker", "pre-infer", "trigger", "gateway"), allowed
+    )
+    assert {spec["unhealthyPodEvictionPolicy"] for spec in given.values()} == {"AlwaysAllow"}
+
+
+def test_every_container_asks_for_cores_and_memory_as_a_quota_demands(chart: Rendered) -> None:
+    for spec in pods(chart).values():
+        for each in [*spec.get("initContainers", []), *spec["containers"]]:
+            assert set(each["resources"]["requests"]) >= {"cpu", "memory"}, each["name"]
+            assert "memory" in each["resources"]["limits"], each["name"]
+
+
+def test_the_first_install_may_wait_for_a_node_and_the_image(helm: Helm) -> None:
+    """The deadline of a Job counts from its creation, and an image for GPUs has gigabytes."""
+    [job] = helm.render(OK).of("Job")
+    assert job["spec"]["activeDeadlineSeconds"] >= 1800
+
+
 @pytest.mark.parametrize(
     ("changes", "restarted"),
     [

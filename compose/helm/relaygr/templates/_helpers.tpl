@@ -276,6 +276,24 @@ securityContext:
 {{- end }}
 {{- end }}
 
+{{/* The disruption budget of a role, unless its maxUnavailable is null: dict "root" "role" "own" (its values). */}}
+{{- define "relaygr.budget" -}}
+{{- if not (kindIs "invalid" .own.maxUnavailable) }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ include "relaygr.fullname" .root }}-{{ .role }}
+  labels: {{ include "relaygr.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: {{ .own.maxUnavailable }}
+  # A pod that is not ready serves nobody, and must not keep its node from being drained.
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{ include "relaygr.selector" . | nindent 6 }}
+{{- end }}
+{{- end }}
+
 {{/* A Deployment of `relaygr` with probes, its Service and its disruption budget: dict "root" "role" "args" "replicas" (none: KEDA's). */}}
 {{- define "relaygr.deployment" -}}
 {{- $values := get .root.Values .role -}}
@@ -295,18 +313,7 @@ spec:
     - {name: api, port: 8088, targetPort: api}
     {{- end }}
   selector: {{ include "relaygr.selector" . | nindent 4 }}
-{{- with $values.maxUnavailable }}
----
-apiVersion: policy/v1
-kind: PodDisruptionBudget
-metadata:
-  name: {{ $name }}
-  labels: {{ include "relaygr.labels" $ | nindent 4 }}
-spec:
-  maxUnavailable: {{ . }}
-  selector:
-    matchLabels: {{ include "relaygr.selector" $ | nindent 6 }}
-{{- end }}
+{{- include "relaygr.budget" (dict "root" .root "role" .role "own" $values) }}
 ---
 apiVersion: apps/v1
 kind: Deployment
