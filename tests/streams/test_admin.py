@@ -27,7 +27,7 @@ from relaygr.cluster.admin import (
     has_share_groups,
     require_topics,
 )
-from relaygr.cluster.rights import Role
+from relaygr.cluster.rights import Resource, Right, Role, _allowed
 from relaygr.cluster.topic_check import Severity
 from relaygr.devbroker import LocalBroker
 from relaygr.kafka.clients import make_admin
@@ -78,6 +78,42 @@ def test_a_broker_that_has_not_heard_of_a_new_topic_is_asked_again(monkeypatch: 
     asked.clear()
     with pytest.raises(RelayError, match="The settings of new cannot be read"):
         _topic_configs(slow, ["new"])
+
+
+def test_settings_that_a_cluster_does_not_tell_are_unknown_and_stop_nobody() -> None:
+    """Some managed clusters do not know the request, refuse it as a whole, or answer without a value."""
+    refusals = {"old": KafkaError._UNSUPPORTED_FEATURE, "managed": KafkaError.CLUSTER_AUTHORIZATION_FAILED}
+
+    class Terse:
+        def describe_configs(self, resources: list[ConfigResource], **_: Any) -> dict[ConfigResource, Future[Any]]:
+            answers: dict[ConfigResource, Future[Any]] = {each: Future() for each in resources}
+            for resource, future in answers.items():
+                if resource.name in refusals:
+                    future.set_exception(KafkaException(KafkaError(refusals[resource.name])))
+                else:
+                    values = {"retention.ms": "60000", "min.insync.replicas": None}
+                    future.set_result({key: SimpleNamespace(name=key, value=value) for key, value in values.items()})
+            return answers
+
+    terse: Any = Terse()
+    assert _topic_configs(terse, ["old", "managed", "other"]) == {"other": {"retention.ms": "60000"}}
+
+
+def test_rights_that_a_cluster_does_not_tell_are_not_demanded() -> None:
+    class Old:
+        def refuse(self, asked: Any, **_: Any) -> dict[str, Future[Any]]:
+            future: Future[Any] = Future()
+            future.set_exception(KafkaException(KafkaError(KafkaError._UNSUPPORTED_FEATURE)))
+            return {"asked": future}
+
+        describe_consumer_groups = refuse
+
+        def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
+            return {"t": self.refuse(topics)["asked"]}
+
+    old: Any = Old()
+    rights = [Right(Resource.TOPIC, "t", ("Read",)), Right(Resource.GROUP, "g", ("Read",))]
+    assert _allowed(old, rights, 1) == [None, None]
 
 
 class LateBroker:

@@ -29,6 +29,7 @@ from confluent_kafka.admin import (
 from relaygr.cluster.admin_process import AdminProcess, CannotStart, ask
 from relaygr.cluster.rights import START_OF_CHECK_S, Role, require_rights, topics_of
 from relaygr.cluster.topic_check import Observed, ObservedTopic, TopicReport, count_conflicts, report
+from relaygr.kafka.client_errors import NOT_OFFERED
 from relaygr.kafka.clients import await_metadata, make_admin, require_broker
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
@@ -57,6 +58,8 @@ _PATIENT: Final = {"socket.timeout.ms": int(ADMIN_TIMEOUT_S * 1000)}
 
 # A policy of the cluster refuses a value, or the cluster does not let anybody set it.
 _SETTING_REFUSED: Final = frozenset((KafkaError.POLICY_VIOLATION, KafkaError.INVALID_CONFIG))
+_UNREADABLE: Final = NOT_OFFERED | {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
+"""Why the settings of a topic cannot be read, today or tomorrow. They are a finding, and no reason not to start."""
 _ACCEPT: Final = (
     "set `topic_settings` (such as `--set 'topic_settings={workers: {segment.bytes: 52428800}}'`), "
     "`replication_factor` or `partitions` to what it accepts"
@@ -217,7 +220,7 @@ def _least_replicas(cluster: ClusterMetadata, name: str) -> int:
 
 
 def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Settings by topic. A topic whose settings we are not authorized to read is absent.
+    """Settings by topic. A topic whose settings this user may not read, or the cluster does not tell, is absent.
 
     The broker that is asked may not have heard yet of a topic that another one has just shown.
     """
@@ -228,12 +231,13 @@ def _topic_configs(admin: AdminClient, names: Iterable[str]) -> dict[str, dict[s
         unheard_of = []
         for resource, future in admin.describe_configs(resources, request_timeout=ADMIN_TIMEOUT_S).items():
             try:
-                configs[resource.name] = {entry.name: entry.value for entry in _result(future).values()}
+                entries = _result(future).values()
+                configs[resource.name] = {entry.name: entry.value for entry in entries if entry.value is not None}
             except KafkaException as exception:
                 error = exception.args[0]
                 if error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART and time.monotonic() < ends_s:
                     unheard_of.append(resource)
-                elif error.code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                elif error.code() not in _UNREADABLE:
                     raise RelayError(f"The settings of {resource.name} cannot be read: {error.str()}") from exception
         resources = unheard_of
         if resources:
@@ -288,7 +292,7 @@ def _knows_share_groups(admin: AdminClient, group: str) -> bool:
         return next(iter(SHARE_GROUP)) in _result(future)
     except KafkaException as error:
         # Old brokers know no settings of groups.
-        if error.args[0].code() in (KafkaError.INVALID_REQUEST, KafkaError.INVALID_CONFIG):
+        if error.args[0].code() in NOT_OFFERED | {KafkaError.INVALID_REQUEST, KafkaError.INVALID_CONFIG}:
             return False
         raise
 

@@ -22,7 +22,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient
 
 from relaygr.cluster.admin_process import AdminProcess, CannotStart
-from relaygr.kafka.client_errors import NO_COORDINATOR
+from relaygr.kafka.client_errors import NO_COORDINATOR, NOT_OFFERED
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.errors import RelayError
 from relaygr.runtime.loggers import Logger
@@ -225,7 +225,8 @@ class RoleRights:
 
 
 def _allowed(admin: AdminClient, rights: Sequence[Right], timeout_s: float) -> list[frozenset[str] | None]:
-    """What this user may do on the resource of each right. None: not known, as it does not exist or there are no ACLs.
+    """What this user may do on the resource of each right. None: not known, as it does not exist, there are no ACLs, or
+    the cluster does not tell.
 
     Raises KafkaException and TimeoutError without an answer.
     """
@@ -261,7 +262,7 @@ def _operations(answer: Future[Any], timeout_s: float) -> frozenset[str] | None:
         code = error.args[0].code()
         if code in (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED):
             return frozenset()
-        if code in _ABSENT:
+        if code in _ABSENT or code in NOT_OFFERED:
             return None
         raise
     return None if found is None else frozenset(name for name, each in _OPERATIONS.items() if each in found)

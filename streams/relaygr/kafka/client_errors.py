@@ -37,6 +37,8 @@ NO_COORDINATOR: Final = frozenset(
         KafkaError._TRANSPORT,
     )
 )
+# Old brokers and some managed clusters do not know a request, or a part of it.
+NOT_OFFERED: Final = frozenset((KafkaError._UNSUPPORTED_FEATURE, KafkaError.UNSUPPORTED_VERSION))
 
 # Answers of a broker after which a resend may succeed. It repeats each other answer to each resend.
 _RETRIABLE: Final = NO_COORDINATOR | {
