@@ -107,6 +107,12 @@ def test_the_dashboard_takes_any_prometheus() -> None:
     assert next(iter(variables)) == "datasource"
 
 
+def test_the_dashboard_can_be_narrowed_to_one_of_several_relays() -> None:
+    """Grafana adds the filters of such a variable, as `namespace = prod`, to each query of the data source."""
+    [narrowing] = [each for each in dashboard()["templating"]["list"] if each["type"] == "adhoc"]
+    assert narrowing["filters"] == []
+
+
 def test_compose_provides_a_prometheus_for_the_dashboard() -> None:
     given = yaml.safe_load((COMPOSE / "grafana/provisioning/datasources/prometheus.yaml").read_text(encoding="utf-8"))
     assert [(source["type"], source["isDefault"]) for source in given["datasources"]] == [("prometheus", True)]
