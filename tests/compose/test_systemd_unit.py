@@ -10,6 +10,7 @@ import subprocess
 from relaygr.settings import load
 from relaygr.worker.exits import Exit
 from relaygr.worker.settings import WorkerSettings
+from relaygr.worker.supervisor.policy import SupervisorSettings
 from relaygr.worker.supervisor.supervisor import _DEATH_S, STANDBY_STOP_S
 from tests.promised import program
 from tests.worlds.compose import COMPOSE
@@ -50,6 +51,11 @@ def test_a_fenced_worker_is_not_started_again() -> None:
 def test_a_stop_waits_for_the_active_process() -> None:
     # As long as the supervisor waits for it.
     assert float(unit()["Service"]["TimeoutStopSec"]) > WorkerSettings().drain_s + 10 + STANDBY_STOP_S
+
+
+def test_a_worker_without_a_standby_has_time_to_load_a_large_model() -> None:
+    """It is ready after that. By default systemd waits for 90 s, kills it, and starts it again, for ever."""
+    assert float(unit()["Service"]["TimeoutStartSec"]) > SupervisorSettings().start_timeout_s
 
 
 def test_the_command_is_a_worker_with_a_standby_and_valid_settings() -> None:
