@@ -51,6 +51,15 @@ def test_the_reason_of_a_rejected_record_names_no_user() -> None:
     assert "secret" not in rejected.detail
 
 
+def test_a_record_of_a_topic_that_somebody_enlarged_says_what_to_do() -> None:
+    """The producer did nothing wrong: murmur2 had put the user there when the topic had fewer partitions."""
+    before = partition_for(b"user-2", 3)
+    assert before != partition_for(b"user-2", PARTITIONS)
+    rejected = read_record(b"user-2", encode(history("user-2")), before, PARTITIONS, 7)
+    assert isinstance(rejected, Rejected)
+    assert "if somebody added partitions to the topic, set a new topic_prefix" in rejected.detail
+
+
 def test_no_value_is_a_tombstone() -> None:
     record = read_record(b"u", None, partition_for(b"u", PARTITIONS), PARTITIONS, 7)
     assert record == HistoryRecord("u", 7, None)

@@ -84,6 +84,7 @@ def _user_of(key: bytes | None, partition: int, partition_count: int) -> str | R
         return Rejected(
             WRONG_PARTITIONER,
             f"murmur2 puts this user in partition {right} of {partition_count}, the record is in {partition}: "
-            "set the producer's partitioner to murmur2_random",
+            "set the producer's partitioner to murmur2_random, or, if somebody added partitions to the topic, set a "
+            "new topic_prefix and publish the histories again",
         )
     return user_id
