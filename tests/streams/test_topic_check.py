@@ -111,6 +111,13 @@ def test_a_setting_that_differs_is_found_with_both_values(changes: dict[str, str
     assert "--repair" in finding.mend
 
 
+def test_a_bound_in_bytes_which_would_delete_messages_before_their_time_is_found() -> None:
+    """A topic that does not set it has the default of the brokers, and behaviours would be gone within hours."""
+    finding = only(compare(Observed(with_config(Topic.BEHAVIOURS, retention_bytes="1073741824")), KAFKA))
+    assert (finding.severity, finding.topic) == (Severity.WARNING, "relaygr.behaviours")
+    assert "retention.bytes=1073741824, expected -1" in finding.what
+
+
 def test_a_topic_that_takes_larger_messages_is_fine() -> None:
     assert compare(Observed(with_config(Topic.HISTORY, max_message_bytes="100000000")), KAFKA) == ()
 

@@ -92,6 +92,9 @@ class TopicSpec:
             "max.message.bytes": str(self.max_message_bytes),
             "min.insync.replicas": str(min_insync_replicas if self.durable else 1),
         }
+        if self.cleanup is Cleanup.DELETE:
+            # Against a default of the brokers, which would delete messages long before their time.
+            config["retention.bytes"] = "-1"
         if self.max_compaction_lag_ms is not None:
             config["max.compaction.lag.ms"] = str(self.max_compaction_lag_ms)
         if self.min_compaction_lag_ms is not None:
