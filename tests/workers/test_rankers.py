@@ -158,13 +158,17 @@ class TestFolder:
     @pytest.mark.parametrize(
         ("name", "says"),
         [
-            ("no_such_module:Ours", "cannot be imported: ModuleNotFoundError"),
+            ("no_such_module:Ours", "cannot be imported: ModuleNotFoundError.*add the folder .* to PYTHONPATH"),
             (f"{MODULE}:Nobody", "cannot be imported: AttributeError"),
             (f"{MODULE}:NO_RANKER", "no subclass of relaygr.ranker.Ranker"),
             (f"{MODULE}:CannotBeMade", "cannot be made from .*KeyError: 'embedding.weight'"),
             (f"{MODULE}:ExitsWhenMade", "cannot be made from .*SystemExit: 2"),
             ("exits_at_import:Ours", "cannot be imported: SystemExit: 2"),
             (f"{MODULE}:HasNoRoomForStates", "state_dim 25: its size must be 0 to 24"),
+            (f"{MODULE}:ForgetsItsFolder", r"ForgetsItsFolder does not keep .*call `super\(\).__init__\(folder\)`"),
+            # Batch norm would compute other scores than those that were evaluated, and the same ones each time.
+            (f"{MODULE}:IsAModule", r"IsAModule\.head\.1 \(BatchNorm1d\) is in training mode.*`\.eval\(\)`"),
+            (f"{MODULE}:KeepsAModule", r"KeepsAModule\.net\.mlp\.1 \(Dropout\) is in training mode"),
         ],
     )
     def test_a_ranker_that_cannot_be_opened_is_one_sentence(
@@ -173,9 +177,13 @@ class TestFolder:
         (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit(2)\n")
         monkeypatch.syspath_prepend(tmp_path)
         write_folder(tmp_path)
-        (tmp_path / "config.json").write_text(json.dumps({"ranker": name}))
+        (tmp_path / "config.json").write_text(json.dumps({"ranker": name, "options": {"forgets_eval": True}}))
         with pytest.raises(RelayError, match=says):
             engine_to_check(tmp_path, "cpu", [name.partition(":")[0]])
+
+    def test_a_ranker_may_be_a_module_itself(self, tmp_path: Path) -> None:
+        alone, module = (opened(checked(tmp_path / name, name)) for name in ("Decoder", "IsAModule"))
+        assert np.array_equal(scores(alone, request(20)), scores(module, request(20)))
 
     def test_a_ranker_that_was_not_checked_is_not_served(self, tmp_path: Path) -> None:
         write_folder(tmp_path)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from relaygr.ranker import (
     CandidateInputs,
@@ -303,6 +304,29 @@ class ExitsWhenMade(Decoder):
 
 
 class ExitsInRank(Decoder):
+class ForgetsItsFolder(Decoder):
+    def __init__(self, folder: ModelFolder) -> None:
+        self.weights = {}
+
+
+class IsAModule(Decoder, nn.Module):
+    """An `nn.Module` that became a ranker, with a part that computes otherwise in training."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder)
+        self.head = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
+        if not folder.options.get("forgets_eval"):
+            self.eval()
+
+
+class KeepsAModule(Decoder):
+    """The module is an attribute, as in docs/rankers.md."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder)
+        self.net = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.1))})
+
+
     def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
         sys.exit("no such item")
 

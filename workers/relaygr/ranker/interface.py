@@ -124,6 +124,8 @@ class RankerBase(ABC):
 
     def __init__(self, folder: ModelFolder) -> None:
         """Loads the weights. Raises any exception with a message for the operator."""
+        # Of an nn.Module, if it is a base, too.
+        super().__init__()
         self.folder = folder
 
     @abstractmethod

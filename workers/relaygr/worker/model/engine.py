@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import structlog
 import torch
+from torch import nn
 
 from relaygr.ranker import ModelFolder, PagedRanker, Ranker
 from relaygr.ranker.interface import version_of
@@ -43,6 +44,8 @@ from relaygr.worker.model.rankers import (
 
 log = structlog.get_logger(__name__)
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Model: TypeAlias = Checkpoint | RankerFolder
 """A model of our own layers, or a team's own ranker."""
@@ -274,6 +277,12 @@ def open_ranker(
     try:
         ranker = kind(ModelFolder(path, config.options, device.torch_device, torch_dtype(dtype)))
         require_sizes(config.ranker, ranker.shape())
+        if not isinstance(getattr(ranker, "folder", None), ModelFolder):
+            raise RelayError(
+                f"The ranker {config.ranker} does not keep the `folder` that it is given: call "
+                "`super().__init__(folder)` in its `__init__`, and name nn.Module after Ranker if it is a base, too."
+            )
+        _require_eval(config.ranker, ranker)
     except RelayError:
         raise
     # Whatever a team's code raises, the operator is told which code it was.
@@ -282,3 +291,18 @@ def open_ranker(
             f"The ranker {config.ranker} cannot be made from {path}: {type(error).__name__}: {error}."
         ) from error
     return ranker
+
+
+def _require_eval(name: str, ranker: Ranker | PagedRanker) -> None:
+    """Raises RelayError for a layer that computes as in training. Experiments do not find batch norm: with it the same
+    request has the same scores, but not those of the model that was evaluated.
+    """
+    for attribute, part in {"": ranker, **vars(ranker)}.items():
+        for path, layer in part.named_modules() if isinstance(part, nn.Module) else ():
+            drops = isinstance(layer, _DROPOUT) and layer.p > 0
+            if layer.training and (drops or (isinstance(layer, _BATCH_NORM) and layer.track_running_stats)):
+                where = ".".join(filter(None, (name, attribute, path)))
+                raise RelayError(
+                    f"{where} ({type(layer).__name__}) is in training mode, in which it computes other scores: call "
+                    "`.eval()` on the module when its weights are loaded."
+                )

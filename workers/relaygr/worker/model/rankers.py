@@ -229,7 +229,9 @@ def ranker_class(name: str, allowed: Sequence[str]) -> type[Ranker] | type[Paged
         ) from error
     # What the module does when it is imported is not ours: a training script reads the command line, and exits.
     except (Exception, SystemExit) as error:
-        raise RelayError(f"The ranker {name} cannot be imported: {type(error).__name__}: {error}.") from error
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        cure = " Install its package, or add the folder of the file to PYTHONPATH." if is_absent else ""
+        raise RelayError(f"The ranker {name} cannot be imported: {type(error).__name__}: {error}.{cure}") from error
     if not (isinstance(found, type) and issubclass(found, (Ranker, PagedRanker))):
         raise RelayError(f"{name} is no subclass of relaygr.ranker.Ranker, nor of PagedRanker.")
     return found
