@@ -38,6 +38,7 @@ def findings_of(folder: Path, seconds: float = 1.0) -> list[Finding]:
         ("ReadsTheTime", {Rule.QUERY_TIME}),
         ("ComparesCandidates", {Rule.CANDIDATES}),
         ("IgnoresTheSuffix", {Rule.SUFFIX}),
+        ("IgnoresTheHistory", {Rule.HISTORY}),
         ("IsNotFinite", None),
         ("DrawsLots", None),
         ("Learns", {Rule.UNCHANGED}),
@@ -52,7 +53,7 @@ def test_each_broken_rule_is_named_with_its_smallest_case(tmp_path: Path, name: 
         assert failed & {Rule.FINITE, Rule.DETERMINISTIC}
         return
     assert failed == broken, {rule: found[rule] for rule in failed}
-    for rule in broken - {Rule.UNCHANGED}:
+    for rule in broken - {Rule.UNCHANGED, Rule.HISTORY}:
         smallest = found[rule].smallest
         assert smallest is not None
         assert int(smallest.split()[0]) <= 5
@@ -105,6 +106,13 @@ class TestCommand:
         assert "the window slides" not in said
         assert read_record(tmp_path).rules == PrefixRules(grows=False)
         assert load_engine(tmp_path, "cpu", KvDtype.FLOAT32, ranker_modules=[MODULE]).rules == PrefixRules(grows=False)
+
+    def test_the_relay_does_not_pay_for_scores_that_read_no_history(self, tmp_path: Path) -> None:
+        """A port that forgot them would pass all comparisons: both ways to a score would forget them."""
+        code, said = self.check(write_folder(tmp_path, "IgnoresTheHistory"))
+        assert code == 0, said
+        assert "scores depend on the history │ broken at every history" in said
+        assert "can be served; the relay does not pay: no score depends on the history." in said
 
     def test_it_says_from_which_length_on_later_visits_find_nothing(self, tmp_path: Path) -> None:
         _, said = self.check(write_folder(tmp_path))

@@ -232,6 +232,13 @@ class IgnoresTheSuffix(Decoder):
         return super().rank(History(nothing, nothing, nothing, nothing), candidates, past, state)
 
 
+class IgnoresTheHistory(Decoder):
+    """A port that forgot to read what `rank` is given."""
+
+    def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
+        return self.weights["items"][candidates.clamp(0, ITEMS)].sum(1, keepdim=True)
+
+
 class DrawsLots(Decoder):
     def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
         scores = super().rank(suffix, candidates, past, state)
@@ -297,13 +304,6 @@ class CannotBeMade(Decoder):
         raise KeyError("embedding.weight")
 
 
-class ExitsWhenMade(Decoder):
-    def __init__(self, folder: ModelFolder) -> None:
-        super().__init__(folder)
-        sys.exit(2)
-
-
-class ExitsInRank(Decoder):
 class ForgetsItsFolder(Decoder):
     def __init__(self, folder: ModelFolder) -> None:
         self.weights = {}
@@ -327,6 +327,13 @@ class KeepsAModule(Decoder):
         self.net = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.1))})
 
 
+class ExitsWhenMade(Decoder):
+    def __init__(self, folder: ModelFolder) -> None:
+        super().__init__(folder)
+        sys.exit(2)
+
+
+class ExitsInRank(Decoder):
     def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
         sys.exit("no such item")
 

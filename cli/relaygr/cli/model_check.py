@@ -341,7 +341,9 @@ def _print_end(console: Console, model: Path, tried: _Tried, beyond: Sequence[Ty
         broken = ", nor that ".join(each.rule.text for each in tried.refused)
         console.print(f"{model} can not be served: it is not so that {broken}.")
         return
-    if tried.times.hit_ms > _LEAST_GAIN * tried.times.full_inference_ms:
+    if any(each.rule.name == "HISTORY" and not each.holds for each in tried.findings):
+        worth = "the relay does not pay: no score depends on the history"
+    elif tried.times.hit_ms > _LEAST_GAIN * tried.times.full_inference_ms:
         worth = "the relay does not pay: a hit takes about as long as full inference"
     elif tried.rules.is_reusable:
         worth = "the relay serves each visit from the K,V of the visits before"

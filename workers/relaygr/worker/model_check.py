@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from relaygr.schemas.messages import Behaviours
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.interface import Engine, PrefixChunk, RankInputs
@@ -36,6 +37,7 @@ class Rule(enum.Enum):
 
     FINITE = "scores are finite numbers", "the model is refused"
     DETERMINISTIC = "the same request has the same scores", "the model is refused"
+    HISTORY = "scores depend on the history", "nothing is gained: no score reads what the relay computes"
     CHUNKS = "a prefix may be computed in chunks", "pre-infer computes each prefix in one pass, which delays requests"
     GROWS = "a history that grew keeps its K,V", "no append and no suffix: only an unchanged history is a hit"
     SUFFIX = "a behaviour counts the same in prefix and suffix", "no append and no suffix, as for a history that grew"
@@ -145,6 +147,7 @@ class ModelCheck:
         before = [self._scores(user, _Way(length)) for user, length in self._first_cases()]
         yield self._finding(Rule.FINITE, self._finite)
         yield self._finding(Rule.DETERMINISTIC, self._against(_Way))
+        yield self._reads_histories()
         yield self._finding(Rule.CANDIDATES, self._fewer_candidates)
         yield self._finding(Rule.BATCH, self._together)
         if claimed.chunks:
@@ -166,21 +169,39 @@ class ModelCheck:
         return [(user, min(self._lengths[0], len(user.behaviours))) for user in self._users[:_FIRST_USERS]]
 
     def _finding(self, rule: Rule, compare: Callable[[int, int], float]) -> Finding:
-        """Compares all lengths of one user after the other, until the rule's time is over or it is broken."""
-        until_s = time.monotonic() + self._part_s
+        """Compares all cases, until one breaks the rule."""
         tried, worst, longest = 0, 0.0, 0
+        for index, length in self._cases():
+            error = compare(index, length)
+            tried, worst, longest = tried + 1, max(worst, error), max(longest, length)
+            # One that is not a number is a difference.
+            if not error <= self._tolerance:
+                return Finding(rule, tried, error, f"{length} behaviour{'s' * (length > 1)}", longest)
+        return Finding(rule, tried, worst, longest=longest)
+
+    def _cases(self) -> Iterator[tuple[int, int]]:
+        """The users, by their places, and all lengths of each, until the time of a rule is over."""
+        until_s = time.monotonic() + self._part_s
         for index, user in enumerate(self._users):
             for length in self._lengths:
                 if length > len(user.behaviours):
                     break
                 if (index or length > _ALWAYS_TRIED) and time.monotonic() > until_s:
-                    return Finding(rule, tried, worst, longest=longest)
-                error = compare(index, length)
-                tried, worst, longest = tried + 1, max(worst, error), max(longest, length)
-                # One that is not a number is a difference.
-                if not error <= self._tolerance:
-                    return Finding(rule, tried, error, f"{length} behaviour{'s' * (length > 1)}", longest)
-        return Finding(rule, tried, worst, longest=longest)
+                    return
+                yield index, length
+
+    def _reads_histories(self) -> Finding:
+        """Unlike other rules, this one holds if one case shows it: other items in a history change a score."""
+        tried, worst, longest = 0, 0.0, 0
+        for index, length in self._cases():
+            user, way = self._users[index], _Way(length)
+            own = user.behaviours[:length]
+            other = Behaviours(np.resize(self._candidates, length), own.actions, own.timestamps_ms)
+            error = difference(self._scores(user, way), self._scores(SampleUser(user.features, other), way))
+            tried, worst, longest = tried + 1, max(worst, error), max(longest, length)
+            if not error <= self._tolerance:
+                return Finding(Rule.HISTORY, tried, error, longest=longest)
+        return Finding(Rule.HISTORY, tried, worst, "every history", longest)
 
     def _finite(self, index: int, length: int) -> float:
         return 0.0 if np.isfinite(self._scores(self._users[index], _Way(length))).all() else float("nan")

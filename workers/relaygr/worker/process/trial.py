@@ -47,7 +47,7 @@ _LONGEST: Final = 256
 """The most behaviours of a user. A serving model may share the device, and most of its memory is taken."""
 _CHUNK_TOKENS: Final = 128
 _CHECK_S: Final = 5.0
-_NOT_CLAIMED: Final = (Rule.CANDIDATES, Rule.QUERY_TIME)
+_NOT_CLAIMED: Final = (Rule.HISTORY, Rule.CANDIDATES, Rule.QUERY_TIME)
 """No K,V are used again because of these: to a ranker whose K,V do not depend on the time, none is given."""
 _NARROW: Final = 0.05
 """Types of fewer bits round the K,V of each row when they are stored."""
