@@ -127,6 +127,20 @@ class TestCommand:
         assert code == 0, said
         assert read_record(folder).rules == PrefixRules()
 
+    def test_a_log_with_event_names_is_read_by_their_codes_and_bad_lines_are_said(self, tmp_path: Path) -> None:
+        folder, log = write_folder(tmp_path / "model"), tmp_path / "log.csv"
+        rows = [f"ann,{at},view,{at}" for at in range(8)]
+        log.write_text("\n".join(["user_id,item_id,event,timestamp_ms", *rows]))
+        read_as = ("--interactions", str(log), "--columns", "action=event")
+        code, said = self.check(folder, *read_as)
+        assert code == 1
+        assert "contains no interactions. 8 lines are left out as bad; the first is line 2: action is 'view'" in said
+        log.write_text("\n".join(["user_id,item_id,event,timestamp_ms", "ann,,view,5", *rows]))
+        code, said = self.check(folder, *read_as, "--actions", "view=1")
+        assert code == 0, said
+        assert "Note: 1 lines are left out as bad; the first is line 2: " in said
+        assert "up to 8 behaviours" in said
+
     def test_a_ranker_that_can_not_be_served_has_no_record(self, tmp_path: Path) -> None:
         write_folder(tmp_path, "DrawsLots")
         code, said = self.check(tmp_path)

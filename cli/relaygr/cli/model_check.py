@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relaygr.cli.model_options import DeviceOption, RankerModulesOption
-from relaygr.cli.options import ColumnsOption, JsonOption
+from relaygr.cli.options import ActionsOption, ColumnsOption, JsonOption
 from relaygr.cli.texts import plain_console, print_json, prints_to_stderr, stdout_console
 from relaygr.ingest.known import KnownModel, named_log
 from relaygr.ingest.reading import read_interactions
@@ -66,6 +66,7 @@ def check_command(
     model: Model,
     interactions: Interactions = None,
     columns: ColumnsOption = None,
+    actions: ActionsOption = None,
     users: Users = None,
     minutes: Annotated[float, typer.Option(min=0.05, help="Time for all comparisons.")] = 3.0,
     kv_dtype: Annotated[
@@ -99,7 +100,8 @@ def check_command(
     checking = TypeCheck(model, device, ranker_module or (), kv_dtype, compute_dtype)
     types = given or checking.every_type()
     with prints_to_stderr(), progress_bars() as bars:
-        tried = _try_rules(model, device, ranker_module or (), interactions, columns, users, minutes, bars)
+        log = interactions, users, columns, actions
+        tried = _try_rules(model, device, ranker_module or (), log, minutes, bars)
         measured: list[TypeFinding] = []
         if not tried.refused:
             bars.began("types", len(types))
@@ -173,9 +175,7 @@ def _try_rules(
     model: Path,
     device: str | None,
     ranker_modules: Sequence[str],
-    interactions: Path | None,
-    columns: str | None,
-    users: int | None,
+    log: tuple[Path | None, int | None, str | None, str | None],
     minutes: float,
     bars: Bars,
 ) -> _Tried:
@@ -188,7 +188,7 @@ def _try_rules(
     from relaygr.worker.model_check import NEEDED, ModelCheck, Rule, rules_found
 
     engine = engine_to_check(model, device, ranker_modules)
-    sample = sample_of(model, engine, interactions, users, columns)
+    sample = sample_of(model, engine, *log)
     findings: list[Finding] = []
     bars.began("rules", len(Rule))
     for finding in ModelCheck(engine, *sample, 60 * minutes * _RULES_SHARE).run():
@@ -216,28 +216,38 @@ def _note_files(ranker: str, files: Sequence[str]) -> None:
 
 
 def sample_of(
-    model: Path, engine: Engine, interactions: Path | None, users: int | None, columns: str | None
+    model: Path,
+    engine: Engine,
+    interactions: Path | None,
+    users: int | None,
+    columns: str | None,
+    actions: str | None = None,
 ) -> tuple[list[SampleUser], np.ndarray]:
     """The users to rank, and the candidates: of the log, or random without one."""
     from relaygr.worker.score_error import MADE_USERS, made_sample
 
     if interactions is None:
         return made_sample(engine, users or MADE_USERS)
-    return _read_sample(model, interactions, engine, users or 100, columns)
+    return _read_sample(model, interactions, engine, users or 100, columns, actions)
 
 
 def _read_sample(
-    model: Path, path: Path, engine: Engine, users: int, columns: str | None
+    model: Path, path: Path, engine: Engine, users: int, columns: str | None, actions: str | None
 ) -> tuple[list[SampleUser], np.ndarray]:
     """Random users of a log with their newest behaviours, and random items of the log as candidates."""
     from relaygr.worker.model.ranker_engine import RankerEngine
     from relaygr.worker.score_error import SampleUser
 
     record = engine.record if isinstance(engine, RankerEngine) else None
-    read, random = read_interactions(path, log_map=named_log(columns, None, model)), np.random.default_rng(0)
+    read, random = read_interactions(path, log_map=named_log(columns, actions, model)), np.random.default_rng(0)
+    notes = [
+        f"{len(bad)} lines are left out as bad; the first is line {bad[0].number}: {bad[0].reason}"
+        for bad in (read.report.bad_lines,)
+        if bad
+    ]
     if not read.users:
-        raise RelayError(f"{path} contains no interactions.")
-    for note in KnownModel(model, record).check_log(read):
+        raise RelayError(". ".join((f"{path} contains no interactions", *notes)) + ".")
+    for note in (*notes, *KnownModel(model, record).check_log(read)):
         plain_console(stderr=True).print(f"Note: {note}")
     chosen = random.choice(len(read.users), min(users, len(read.users)), replace=False)
     longest = engine.limits.max_prefix_behaviours
