@@ -150,6 +150,21 @@ def test_actions_also_takes_the_codes_that_it_names(tmp_path: Path, kind: str) -
     assert log_map(None, "1=2,2=1").code("1") == 2, "a name goes before a code"
 
 
+@pytest.mark.parametrize(
+    "header", ["userId,itemId,eventTime,kind", "user_id:token\titem_id:token\tat:float\tkind:token"]
+)
+def test_a_log_whose_times_have_an_unknown_name_is_told_how_to_name_them(tmp_path: Path, header: str) -> None:
+    """Without a word the order of the file would be the order in time."""
+    separator = "\t" if "\t" in header else ","
+    rows = [separator.join(("ann", str(item), str(T0), "view")) for item in (1, 2)]
+    (tmp_path / "log").write_text("\n".join([header, *rows]))
+    said = " ".join(dry_run(tmp_path / "log").output.split())
+    assert "all times are 0 (if a column has them: --columns time=NAME)" in said
+    assert "all action codes are 0 (if a column has them: --columns action=NAME, or rating=NAME)" in said
+    (tmp_path / "log").write_text("user_id,item_id\n1,2\n")
+    assert "--columns" not in dry_run(tmp_path / "log").output
+
+
 def test_a_headerless_file_cannot_have_own_columns(tmp_path: Path) -> None:
     (tmp_path / "u.data").write_text("1\t2\t3\t900000000\n")
     with pytest.raises(RelayError, match=r"no header with names .*: add one as its first line"):

@@ -432,7 +432,8 @@ def _recbole(path: Path, fields: Sequence[str], log_map: LogMap) -> Layout:
     return Layout(
         LayoutKind.RECBOLE, "\t", True, len(fields), user, item, time, rating, quoted=True,
         because=f"header of tab-separated name:type, {fields[user]} and {fields[item]} among them",
-        notes=(*notes, *_absent_columns(time, rating if action is None else action)), codes=action, map=log_map,
+        notes=(*notes, *_absent_columns(time, rating if action is None else action, ignored)), codes=action,
+        map=log_map,
     )  # fmt: skip
 
 
@@ -484,7 +485,7 @@ class NamedColumns:
         absent = [name for name in KUAIRAND_BITS if name not in self.fields] if self.flags else []
         ignored = [name for at, name in enumerate(self.fields) if at not in self.used]
         return (
-            *_absent_columns(self.time, self.flags or self.rating if self.action is None else self.action),
+            *_absent_columns(self.time, self.flags or self.rating if self.action is None else self.action, ignored),
             *((f"flags absent: {', '.join(absent)}",) if absent else ()),
             *((f"columns not used: {', '.join(ignored)[:200]}",) if ignored else ()),
         )
@@ -549,11 +550,13 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _absent_columns(time: int | None, rating: object) -> tuple[str, ...]:
-    """Notes on what a log without times or ratings means."""
+def _absent_columns(time: int | None, rating: object, unused: Sequence[str]) -> tuple[str, ...]:
+    """Notes on what a log without times or ratings means. One of the unused columns may have them."""
     notes = []
     if time is None:
-        notes.append("no timestamp column: the order of lines is taken as the order in time, all times are 0")
+        cure = " (if a column has them: --columns time=NAME)" * bool(unused)
+        notes.append(f"no timestamp column: the order of lines is taken as the order in time, all times are 0{cure}")
     if rating in (None, ()):
-        notes.append("no rating column: all action codes are 0")
+        cure = " (if a column has them: --columns action=NAME, or rating=NAME)" * bool(unused)
+        notes.append(f"no rating column: all action codes are 0{cure}")
     return tuple(notes)
