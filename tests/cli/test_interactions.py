@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import hashlib
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -408,6 +410,13 @@ def test_a_user_may_have_the_name_of_a_missing_value(write: Callable[..., Path],
 
 def test_the_hash_of_an_item_is_the_same_in_every_run() -> None:
     assert hashed_item("B00X4WHP5E") == 6756471395739022606
+
+
+def test_a_gateway_that_follows_the_page_gives_an_item_the_number_that_publishing_gives_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "publishing.md").read_text(encoding="utf-8")
+    (written,) = re.findall(r"`(int\.from_bytes\(.+?)`", page)
+    for text in ("B00X4WHP5E", "größer als"):
+        assert eval(written, {"hashlib": hashlib, "text": text}) == hashed_item(text)
 
 
 def test_two_items_with_one_number_stop_the_run() -> None:
