@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
 from relaygr.doctor import observe
 from relaygr.doctor.judge import Verdict
+from relaygr.ranker import History, ModelFolder, Past
 from relaygr.runtime.errors import RelayError
 from relaygr.settings import load_settings
 from relaygr.worker.model.config import PrefixRules
@@ -23,7 +26,7 @@ from relaygr.worker.model.engine import engine_to_check, load_engine
 from relaygr.worker.model.ranker_engine import RankerEngine
 from relaygr.worker.model.rankers import RECORD_FILE, read_ranker, read_record, write_record
 from tests.worlds.other_rankers import Other
-from tests.worlds.toy_rankers import MODULE, checked, write_folder
+from tests.worlds.toy_rankers import DIM, ITEMS, LAYERS, MODULE, Decoder, checked, write_folder
 
 
 @pytest.fixture
@@ -74,11 +77,32 @@ def test_what_a_ranker_prints_is_not_in_the_json(tmp_path: Path) -> None:
         assert "the tables are loaded" in done.stderr and json.loads(done.stdout), command
 
 
+def test_the_scores_of_a_ranker_are_compared_with_those_of_its_training_code(tmp_path: Path) -> None:
+    """Here with those of its own code in one pass. `model check` compares a ranker with itself alone."""
+    model, random = checked(tmp_path / "model"), np.random.default_rng(0)
+    own = Decoder(ModelFolder(model, {}, torch.device("cpu"), torch.float32))
+    requests, file = [], tmp_path / "requests.jsonl"
+    for length in (1, 30):
+        items, candidates = (random.permutation(ITEMS)[:count] for count in (length, 12))
+        history = History(*(torch.from_numpy(each) for each in (items, items % 3, items, items[:0])))
+        computed = own.prefix(history, 0, length, Past(0, LAYERS, lambda _: (torch.zeros(1, 0, DIM),) * 2))
+        assert computed.states is not None
+        nothing = History(*(history.features,) * 4)
+        scores = own.rank(nothing, torch.from_numpy(candidates), Past(0, 0, pytest.fail), computed.states[-1])[:, 0]
+        row = {"items": items.tolist(), "actions": (items % 3).tolist(), "candidates": candidates.tolist()}
+        requests.append({**row, "scores": {"score": scores.tolist()}})
+    file.write_text("\n".join(map(json.dumps, requests)))
+    command = ("model", "compare", model, "--requests", file, "--ranker-module", MODULE)
+    assert "The scores agree." in said(*command)
+    requests[1]["items"].reverse()
+    file.write_text("\n".join(map(json.dumps, requests)))
+    assert "`prefix` and `rank` compute something else than your training code" in said(*command, code=1)
+
+
 @pytest.mark.parametrize(
     "command",
     [
         ("model", "verify", "MODEL"),
-        ("model", "compare", "MODEL", "--requests", "requests.jsonl"),
         ("model", "init", "OUT", "--config", "MODEL/config.json"),
     ],
     ids=lambda words: words[1],

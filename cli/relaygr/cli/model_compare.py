@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relaygr.cli.model_options import DeviceOption, ThreadsOption
+from relaygr.cli.model_options import DeviceOption, RankerModulesOption, ThreadsOption
 from relaygr.cli.options import JsonOption
-from relaygr.cli.texts import print_json, printable, stdout_console
+from relaygr.cli.texts import print_json, printable, prints_to_stderr, stdout_console
 
 if TYPE_CHECKING:
     from relaygr.compare.comparison import Comparison
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 EXIT_DIFFERENT = 1
 
 _CAUSES = "The scores differ. docs/differing-scores.md has the usual causes, and how to check each."
+_CAUSES_OF_RANKER = (
+    "The scores differ: `prefix` and `rank` compute something else than your training code, or the file does not have "
+    "what your code was given."
+)
 _LIKE_BFLOAT16 = (
     "Errors of this size with the same order of candidates are usual if the source computes in bfloat16 or TF32: let "
     "it compute in float32, or raise --tolerance."
@@ -44,6 +48,7 @@ def compare_command(
     top_k: Annotated[int, typer.Option(min=1, help="Number of the best candidates whose overlap is counted.")] = 10,
     device: DeviceOption = None,
     threads: ThreadsOption = 1,
+    ranker_module: RankerModulesOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a model's scores with those of its source. The exit code is 1 if they differ."""
@@ -52,31 +57,35 @@ def compare_command(
     from relaygr.runtime.logs import configure_logging
     from relaygr.runtime.settings import LogLevel, LogSettings
     from relaygr.worker.device import open_device, set_threads
-    from relaygr.worker.model.checkpoint import load_checkpoint
+    from relaygr.worker.model.engine import load_model
+    from relaygr.worker.model.rankers import RankerFolder
 
     # The engine logs its choices.
     configure_logging(LogSettings(level=LogLevel.WARNING))
     set_threads(threads)
-    checkpoint, opened = load_checkpoint(model), open_device(device)
-    asked = read_requests(requests, scores or requests, checkpoint.config)
-    comparison = compare(checkpoint, opened, asked, top_k)
+    loaded, opened = load_model(model), open_device(device)
+    described = loaded.record if isinstance(loaded, RankerFolder) else loaded.config
+    asked = read_requests(requests, scores or requests, described)
+    with prints_to_stderr():
+        comparison = compare(loaded, opened, asked, top_k, ranker_module or ())
     if as_json:
         print_json({**asdict(comparison), "agrees": comparison.agrees(tolerance), "tolerance": tolerance})
     else:
-        _print_comparison(stdout_console(), comparison, tolerance)
+        _print_comparison(stdout_console(), comparison, tolerance, isinstance(loaded, RankerFolder))
     if not comparison.agrees(tolerance):
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _print_comparison(console: Console, comparison: Comparison, tolerance: float) -> None:
+def _print_comparison(console: Console, comparison: Comparison, tolerance: float, is_ranker: bool) -> None:
     console.print(
         f"{comparison.requests:,} requests, {comparison.candidates:,} candidates; full and cached inference differ by "
         f"{comparison.cached_error:.1e} of the largest score"
     )
     if comparison.unknown_items:
+        cure = "correct `known_items`" if is_ranker else "convert with --items"
         console.print(
             f"{comparison.unknown_items:,} of {comparison.item_ids:,} item ids are not in the model's vocabulary: "
-            "unless the source has no row for them either, convert with --items"
+            f"unless the source has no row for them either, {cure}"
         )
     for count, what in (
         (comparison.unknown_actions, "behaviours have an action code"),
@@ -93,12 +102,14 @@ def _print_comparison(console: Console, comparison: Comparison, tolerance: float
         console.print("The scores agree.")
     elif comparison.cached_error > tolerance:
         console.print(
-            "Full and cached inference differ: this is a fault of RelayGR or of the device, please report it."
+            "Full and cached inference differ: run `relaygr model check` again."
+            if is_ranker
+            else "Full and cached inference differ: this is a fault of RelayGR or of the device, please report it."
         )
     else:
         errors = comparison.errors
         console.print(f"Request {errors.index(max(errors)) + 1} has the worst error; --json has that of each request.")
-        console.print(_CAUSES)
+        console.print(_CAUSES_OF_RANKER if is_ranker else _CAUSES)
         if comparison.looks_rounded():
             console.print(_LIKE_BFLOAT16)
 

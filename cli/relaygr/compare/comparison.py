@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relaygr.compare.measures import TaskAgreement, agreement, relative_errors
-from relaygr.compare.requests import Request
+from relaygr.compare.requests import Request, task_names
 from relaygr.compare.running import Scorer
 from relaygr.worker.device import Device
-from relaygr.worker.model.checkpoint import Checkpoint
+from relaygr.worker.model.engine import Model
+from relaygr.worker.model.rankers import RankerFolder
 
 _ROUNDED_ERROR = 3e-2
 _ROUNDED_CORRELATION = 0.98
@@ -44,13 +45,16 @@ class Comparison:
         )
 
 
-def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request], top_k: int) -> Comparison:
+def compare(
+    model: Model, device: Device, requests: Sequence[Request], top_k: int, ranker_modules: Sequence[str] = ()
+) -> Comparison:
     """Scores all requests in both ways. Raises RelayError if one is too long for the model."""
-    scorer = Scorer(checkpoint, device, requests)
+    scorer = Scorer(model, device, requests, ranker_modules)
     full, cached = scorer.full(requests), scorer.cached(requests)
     unknown_actions, unknown_features = scorer.unknown_inputs(requests)
     theirs = [request.scores for request in requests]
     found = agreement(full.scores, theirs, top_k)
+    tasks = task_names(model.record if isinstance(model, RankerFolder) else model.config)
     return Comparison(
         requests=len(requests),
         candidates=sum(int(request.candidates.size) for request in requests),
@@ -60,6 +64,6 @@ def compare(checkpoint: Checkpoint, device: Device, requests: Sequence[Request],
         unknown_features=unknown_features,
         cached_error=max(float(errors.max()) for errors in relative_errors(cached.scores, full.scores)),
         top_k=top_k,
-        tasks={task.name: own for task, own in zip(checkpoint.config.tasks, found, strict=True)},
+        tasks=dict(zip(tasks, found, strict=True)),
         errors=tuple(float(errors.max()) for errors in relative_errors(full.scores, theirs)),
     )

@@ -2,7 +2,8 @@
 
 All forms hold the same: for each request the history (items, actions, times), the values of the user's features, the
 candidates, the query time, and a score for each candidate and task. A file may hold requests, scores, or both. Features
-and tasks have names, so that their order in the file does not matter. The number of the source's batch is for people.
+and tasks have names, so that their order in the file does not matter; the features of a team's own ranker are `0`, `1`
+and so on. The number of the source's batch is for people.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from relaygr.runtime.files import require_regular
 from relaygr.schemas.messages import Behaviours
 from relaygr.worker.model.config import ModelConfig
 from relaygr.worker.model.npy import read_npz
+from relaygr.worker.model.options import ContextualFeature
+from relaygr.worker.model.rankers import RankerRecord
 
 Int64Array = NDArray[np.int64]
 Scores = NDArray[np.float64]
@@ -48,7 +51,35 @@ class Request:
 _Row = Mapping[str, Any]
 
 
-def read_requests(requests: Path, scores: Path, config: ModelConfig) -> tuple[Request, ...]:
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a model reads of a request, and the names of its tasks."""
+
+    actions: bool
+    times: bool
+    features: Sequence[ContextualFeature]
+    tasks: Sequence[str]
+
+
+def task_names(model: ModelConfig | RankerRecord) -> Sequence[str]:
+    return model.shape.tasks if isinstance(model, RankerRecord) else [task.name for task in model.tasks]
+
+
+def _read_by(model: ModelConfig | RankerRecord) -> _Read:
+    if isinstance(model, RankerRecord):
+        # Whether it reads times of behaviours only its code says.
+        shape = model.shape
+        return _Read(shape.num_actions > 0, model.rules.uses_query_time, model.description().features, shape.tasks)
+    has_bias = model.relative_bias is not None and model.relative_bias.time_buckets > 0
+    return _Read(
+        bool(model.num_actions or (model.dlrm_inputs is not None and model.dlrm_inputs.action_weights)),
+        bool(has_bias or model.num_times or model.readout_periods),
+        model.contextual_features,
+        task_names(model),
+    )
+
+
+def read_requests(requests: Path, scores: Path, model: ModelConfig | RankerRecord) -> tuple[Request, ...]:
     """The requests of a file with the scores of another file, or of the same one. Raises RelayError."""
     asked = _read(requests)
     given = asked if scores == requests else _read(scores)
@@ -56,10 +87,10 @@ def read_requests(requests: Path, scores: Path, config: ModelConfig) -> tuple[Re
         raise RelayError(f"{requests} has {len(asked)} requests, {scores} has scores for {len(given)}.")
     if not asked:
         raise RelayError(f"{requests} contains no request.")
-    found = []
+    found, wanted = [], _read_by(model)
     for number, (row, scored) in enumerate(zip(asked, given, strict=True), 1):
         try:
-            found.append(_request(row, scored, config))
+            found.append(_request(row, scored, wanted))
         # Values of wrong types and shapes raise whichever error occurs first.
         except (KeyError, ValueError, TypeError, OverflowError) as error:
             text = f"it has no {error}" if isinstance(error, KeyError) else str(error)
@@ -67,32 +98,23 @@ def read_requests(requests: Path, scores: Path, config: ModelConfig) -> tuple[Re
     return tuple(found)
 
 
-def _request(row: _Row, scored: _Row, config: ModelConfig) -> Request:
+def _request(row: _Row, scored: _Row, wanted: _Read) -> Request:
     items = _whole(row, "items")
     candidates = _whole(row, "candidates")
     if not candidates.size:
         raise ValueError("it has no candidates")
-    actions = _whole(row, "actions", items.size, is_needed=_reads_actions(config))
+    actions = _whole(row, "actions", items.size, is_needed=wanted.actions)
     if actions.size and (actions.min() < 0 or actions.max() > _LARGEST_ACTION):
         raise ValueError(f"actions are codes from 0 to {_LARGEST_ACTION}")
-    query_time_ms = int(_whole(row, "query_time_ms", 1, is_needed=_reads_times(config))[0])
-    times = _whole(row, "timestamps_ms", items.size, is_needed=_reads_times(config))
+    query_time_ms = int(_whole(row, "query_time_ms", 1, is_needed=wanted.times)[0])
+    times = _whole(row, "timestamps_ms", items.size, is_needed=wanted.times)
     return Request(
         Behaviours(items, actions.astype(np.uint16), times),
-        _features(row, config),
+        _features(row, wanted.features),
         candidates,
         query_time_ms,
-        _scores(scored, candidates.size, config),
+        _scores(scored, candidates.size, wanted.tasks),
     )
-
-
-def _reads_actions(config: ModelConfig) -> bool:
-    return bool(config.num_actions or (config.dlrm_inputs is not None and config.dlrm_inputs.action_weights))
-
-
-def _reads_times(config: ModelConfig) -> bool:
-    has_bias = config.relative_bias is not None and config.relative_bias.time_buckets > 0
-    return bool(has_bias or config.num_times or config.readout_periods)
 
 
 def _whole(row: _Row, name: str, count: int | None = None, is_needed: bool = True) -> Int64Array:
@@ -111,17 +133,17 @@ def _whole(row: _Row, name: str, count: int | None = None, is_needed: bool = Tru
     return values.astype(np.int64)
 
 
-def _features(row: _Row, config: ModelConfig) -> Int64Array:
+def _features(row: _Row, wanted: Sequence[ContextualFeature]) -> Int64Array:
     """The value of each contextual token. A feature with fewer values than tokens has unknown values at its end."""
     given = row.get("features") or {}
     if not isinstance(given, Mapping):
         raise TypeError("features is not a mapping of names to values")
-    names = [feature.name for feature in config.contextual_features]
+    names = [feature.name for feature in wanted]
     unknown = [name for name in given if name not in names]
     if unknown:
         raise ValueError(f"the model has no feature {', '.join(unknown)}; it has {', '.join(names) or 'none'}")
     values: list[int] = []
-    for feature in config.contextual_features:
+    for feature in wanted:
         own = _whole(given, feature.name).tolist()
         if len(own) > feature.tokens:
             raise ValueError(f"feature {feature.name} has {len(own)} values, the model has {feature.tokens} tokens")
@@ -129,19 +151,19 @@ def _features(row: _Row, config: ModelConfig) -> Int64Array:
     return np.array(values, np.int64)
 
 
-def _scores(row: _Row, count: int, config: ModelConfig) -> Scores:
+def _scores(row: _Row, count: int, tasks: Sequence[str]) -> Scores:
     given = row["scores"]
     if not isinstance(given, Mapping):
         raise TypeError("scores is not a mapping of tasks to numbers")
     columns = []
-    for task in config.tasks:
-        if task.name not in given:
-            raise ValueError(f"it has no score for the task {task.name}; it has {', '.join(given) or 'none'}")
-        column = np.asarray(given[task.name], np.float64)
+    for task in tasks:
+        if task not in given:
+            raise ValueError(f"it has no score for the task {task}; it has {', '.join(given) or 'none'}")
+        column = np.asarray(given[task], np.float64)
         if column.shape != (count,):
-            raise ValueError(f"{list(column.shape)} scores of {task.name} for {count} candidates")
+            raise ValueError(f"{list(column.shape)} scores of {task} for {count} candidates")
         if not np.isfinite(column).all():
-            raise ValueError(f"a score of {task.name} is not a number")
+            raise ValueError(f"a score of {task} is not a number")
         columns.append(column)
     return np.stack(columns, axis=1)
 

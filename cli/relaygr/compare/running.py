@@ -18,8 +18,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.worker.device import Device
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.measuring import bind_own_arena
-from relaygr.worker.model.checkpoint import Checkpoint
-from relaygr.worker.model.engine import build_engine
+from relaygr.worker.model.engine import Model, build_engine
 from relaygr.worker.model.inference import FullRequest, full_inference
 from relaygr.worker.model.interface import TooLongError
 from relaygr.worker.model.options import DEFAULT_PAGE_TOKENS
@@ -52,8 +51,10 @@ class _Way:
 class Scorer:
     """A model on a device, with pages for the longest of some requests."""
 
-    def __init__(self, checkpoint: Checkpoint, device: Device, requests: Sequence[Request]) -> None:
-        engine = build_engine(checkpoint, device, KvDtype.FLOAT32, DEFAULT_PAGE_TOKENS)
+    def __init__(
+        self, model: Model, device: Device, requests: Sequence[Request], ranker_modules: Sequence[str] = ()
+    ) -> None:
+        engine = build_engine(model, device, KvDtype.FLOAT32, DEFAULT_PAGE_TOKENS, ranker_modules=ranker_modules)
         longest = max((len(request.behaviours) for request in requests), default=0)
         tokens = engine.layout.tokens(min(longest, engine.limits.max_prefix_behaviours))
         arena = bind_own_arena(engine, longest_tokens=max(1, tokens))
@@ -86,7 +87,8 @@ class Scorer:
                 unknown += self._score(request, way, scores)
             except TooLongError as error:
                 raise RelayError(
-                    f"Request {number} is too long: {error}. Convert with a larger --max-prefix or --max-candidates."
+                    f"Request {number} is too long: {error}. Leave it out, or make the model take more; of a "
+                    "conversion, by --max-prefix or --max-candidates."
                 ) from error
         return Ours(tuple(scores), unknown)
 
