@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 from relaygr.cli.app import app
 from relaygr.doctor import observe
 from relaygr.doctor.judge import Verdict
+from relaygr.ingest.known import SentInputs
 from relaygr.ranker import History, ModelFolder, Past
 from relaygr.runtime.errors import RelayError
+from relaygr.schemas.messages import BehaviourEvent, Behaviours
 from relaygr.settings import load_settings
 from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.engine import engine_to_check, load_engine
@@ -75,6 +77,12 @@ def test_what_a_ranker_prints_is_not_in_the_json(tmp_path: Path) -> None:
         words = [word.replace("MODEL", str(model)) for word in command]
         done = CliRunner().invoke(app, [*words, "--ranker-module", MODULE, "--json"])
         assert "the tables are loaded" in done.stderr and json.loads(done.stdout), command
+
+
+def test_nothing_is_said_about_items_of_which_only_the_rankers_code_knows_whether_it_knows_them(ranker: Path) -> None:
+    inputs = SentInputs(ranker)
+    inputs.take(BehaviourEvent("ann", Behaviours.of([(10**12, 2, 1_700_000_000_000)])))
+    assert inputs.text() == ", action codes 2"
 
 
 def test_the_scores_of_a_ranker_are_compared_with_those_of_its_training_code(tmp_path: Path) -> None:

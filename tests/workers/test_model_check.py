@@ -127,6 +127,14 @@ class TestCommand:
         assert code == 0, said
         assert read_record(folder).rules == PrefixRules()
 
+    def test_a_log_whose_items_the_ranker_does_not_know_is_refused(self, tmp_path: Path) -> None:
+        """All items would be the unknown one, whose scores say nothing."""
+        folder, log = write_folder(tmp_path / "model"), tmp_path / "log.csv"
+        log.write_text("user_id,item_id,timestamp_ms\nann,sku-1,1\nann,sku-2,2\nann,3,3\n")
+        code, said = self.check(folder, "--interactions", str(log))
+        assert code == 1
+        assert "2 of 3 behaviours are of items that" in said and "--item-map" in said
+
     def test_a_log_with_event_names_is_read_by_their_codes_and_bad_lines_are_said(self, tmp_path: Path) -> None:
         folder, log = write_folder(tmp_path / "model"), tmp_path / "log.csv"
         rows = [f"ann,{at},view,{at}" for at in range(8)]

@@ -238,7 +238,8 @@ def _read_sample(
     from relaygr.worker.model.ranker_engine import RankerEngine
     from relaygr.worker.score_error import SampleUser
 
-    record = engine.record if isinstance(engine, RankerEngine) else None
+    ranker = engine if isinstance(engine, RankerEngine) and engine.record is not None else None
+    known = KnownModel(model) if ranker is None else KnownModel(model, ranker.record, ranker.vocabulary)
     read, random = read_interactions(path, log_map=named_log(columns, actions, model)), np.random.default_rng(0)
     notes = [
         f"{len(bad)} lines are left out as bad; the first is line {bad[0].number}: {bad[0].reason}"
@@ -247,7 +248,7 @@ def _read_sample(
     ]
     if not read.users:
         raise RelayError(". ".join((f"{path} contains no interactions", *notes)) + ".")
-    for note in (*notes, *KnownModel(model, record).check_log(read)):
+    for note in (*notes, *known.check_log(read)):
         plain_console(stderr=True).print(f"Note: {note}")
     chosen = random.choice(len(read.users), min(users, len(read.users)), replace=False)
     longest = engine.limits.max_prefix_behaviours

@@ -18,6 +18,7 @@ from relaygr.schemas.fields import FieldError
 from relaygr.schemas.messages import BehaviourEvent, Behaviours, History, RankingRequest, RetrievalEvent
 
 if TYPE_CHECKING:
+    from relaygr.worker.model.inputs.known import Vocabulary
     from relaygr.worker.model.rankers import RankerRecord
 
 ModelOption = Annotated[
@@ -67,17 +68,18 @@ def named_log(columns: str | None, actions: str | None, model: Path | None, ties
 class KnownModel:
     """What the model in a folder knows. Raises RelayError for a folder that is none."""
 
-    def __init__(self, folder: Path, record: RankerRecord | None = None) -> None:
-        """`record`: of a ranker that is being checked, and so has none in its folder yet."""
+    def __init__(self, folder: Path, record: RankerRecord | None = None, vocabulary: Vocabulary | None = None) -> None:
+        """`record`, `vocabulary`: of a team's ranker that is being checked. Its folder has no record yet, and only its
+        code says which items it knows.
+        """
         # Imported here, so that publishing without --model needs no library of the worker's.
         from relaygr.worker.model.config import is_ranker, read_config
-        from relaygr.worker.model.inputs.known import KnownInputs, Vocabulary, read_vocabulary
+        from relaygr.worker.model.inputs.known import KnownInputs, read_vocabulary
         from relaygr.worker.model.rankers import read_record
 
         self.folder = folder
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary = vocabulary
         if is_ranker(folder):
-            # Which items it knows, only its code says.
             record = record or read_record(folder)
             self._inputs = KnownInputs(record.description().features, record.shape.num_actions)
             return
@@ -110,8 +112,13 @@ class KnownModel:
             )
         return notes
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether it is known which items the model knows."""
+        return self._vocabulary is not None
+
     def unknown_items(self, items: NDArray[np.int64]) -> int:
-        """How many ids are not in the vocabulary, as far as that is known without running the model."""
+        """How many ids are not in the vocabulary; 0 without one."""
         if self._vocabulary is None:
             return 0
         blocks = (items[start : start + _BLOCK] for start in range(0, items.size, _BLOCK))
@@ -168,8 +175,9 @@ class SentInputs:
     def text(self) -> str:
         """The end of a command's last line."""
         codes = f", action codes {codes_text(self._codes)}" if self._codes else ""
-        known = f", {self._unknown_items:,} of {self._items:,} items unknown to the model" if self._model else ""
-        return codes + known
+        if self._model is None or not self._model.has_vocabulary:
+            return codes
+        return f"{codes}, {self._unknown_items:,} of {self._items:,} items unknown to the model"
 
     def _count_items(self, items: NDArray[np.int64]) -> None:
         if self._model is not None:

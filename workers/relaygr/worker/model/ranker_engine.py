@@ -59,7 +59,7 @@ class RankerEngine:
         self.weights_bytes = weights_bytes
         self.record = record
         self._ranker = ranker
-        self._vocabulary = ranker.vocabulary
+        self.vocabulary = ranker.vocabulary
         self._known = known
         self._kv: PagedKv | None = None
 
@@ -83,7 +83,7 @@ class RankerEngine:
             return self._ranker.shown_features(features, behaviours, candidates)
 
     def known_items(self, count: int, random: np.random.Generator) -> Int64Array:
-        return self._vocabulary.sample(count, random)
+        return self.vocabulary.sample(count, random)
 
     def unknown_actions(self, behaviours: Behaviours) -> int:
         return int(np.count_nonzero(self._known.unknown_actions(behaviours.actions)))
