@@ -137,7 +137,9 @@ def _check_types(path: Path, schema: Any, found: NamedColumns) -> None:
         else:
             wanted = "numbers or text"
         if not fits:
-            raise RelayError(f"{path}: the column {schema.names[at]} is {kind}, expected {wanted}.")
+            is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+            cure = " Write a row for each behaviour (UNNEST, EXPLODE)." if is_list else ""
+            raise RelayError(f"{path}: the column {schema.names[at]} is {kind}, expected {wanted}.{cure}")
 
 
 def is_text(kind: Any) -> bool:
