@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from relaygr.cli.topics import app
 from relaygr.cluster.rights import Resource, Role, rights_of
 from relaygr.devbroker import LocalBroker
+from relaygr.devbroker.local import free_ports
 from relaygr.kafka.clients import ProducerKind, make_producer
 from relaygr.kafka.session import KafkaSession
 from relaygr.kafka.settings import KafkaSettings
@@ -38,6 +39,16 @@ def run(kafka: KafkaSettings, *arguments: str) -> Result:
 
 def fresh(broker: LocalBroker) -> KafkaSettings:
     return broker.settings(KafkaSettings(topic_prefix=f"test-{uuid.uuid4().hex[:12]}", partitions=4))
+
+
+def test_dead_letters_that_cannot_be_read_are_told_with_the_cure(broker: LocalBroker) -> None:
+    """A wrong port gave librdkafka's words alone."""
+    nobody = run(
+        KafkaSettings(bootstrap=f"127.0.0.1:{free_ports(1)[0]}"), "dead-letters", "--set", "connect_timeout_s=1"
+    )
+    assert "cannot be reached: Connection refused. Check `bootstrap`" in str(nobody.exception)
+    absent = str(run(fresh(broker), "dead-letters").exception)
+    assert "dead-letters cannot be read: " in absent and "`relaygr topics create`" in absent
 
 
 @pytest.mark.parametrize("with_bodies", [True, False])

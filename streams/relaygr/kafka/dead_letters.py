@@ -19,7 +19,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 from prometheus_client import Counter
 
 from relaygr.kafka.client_errors import LimitedLog, cause_of, why_undelivered
-from relaygr.kafka.clients import make_assigned_consumer, read_watermarks
+from relaygr.kafka.clients import make_assigned_consumer, read_watermarks, require_broker
 from relaygr.kafka.message_headers import headers_of
 from relaygr.kafka.settings import KafkaSettings
 from relaygr.runtime.clock import Clock
@@ -161,6 +161,7 @@ class DeadLetter:
 def read_dead_letters(kafka: KafkaSettings, last: int) -> tuple[list[DeadLetter], int]:
     """The newest dead letters, oldest first, and the number of those that the topic keeps. Raises RelayError."""
     topic = kafka.topic(Topic.DEAD_LETTERS)
+    require_broker(kafka)
     consumer = make_assigned_consumer(kafka, "relaygr-dead-letters", options={"enable.partition.eof": True})
     try:
         partitions = consumer.list_topics(topic, timeout=kafka.connect_timeout_s).topics[topic]
@@ -188,7 +189,9 @@ def read_dead_letters(kafka: KafkaSettings, last: int) -> tuple[list[DeadLetter]
             else:
                 raise KafkaException(error)
     except KafkaException as error:
-        raise RelayError(f"{topic} cannot be read: {cause_of(error.args[0])}.") from error
+        is_absent = error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART
+        cure = " Run `relaygr topics create`." if is_absent else ""
+        raise RelayError(f"{topic} cannot be read: {cause_of(error.args[0])}.{cure}") from error
     finally:
         consumer.close()
     return _newest(found, last), kept
