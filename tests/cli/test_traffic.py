@@ -413,3 +413,15 @@ def test_users_who_come_once_are_refused_beside_the_users_of_a_log(tmp_path: Pat
     settings = SETTINGS.model_copy(update={"new_share": 0.1, "interactions": tmp_path / "log.csv"})
     with pytest.raises(RelayError, match="new_share"):
         population_of(settings)
+
+
+def test_a_log_with_other_columns_is_told_the_setting_that_names_them(tmp_path: Path) -> None:
+    """Demo and traffic have no `--columns`."""
+    log = tmp_path / "log.csv"
+    log.write_text("uid,sku,event,ts\nann,1,view,1700000000000\n")
+    settings = SETTINGS.model_copy(update={"interactions": log})
+    with pytest.raises(RelayError, match=r"name it by --set traffic\.columns=user=NAME,item=NAME\."):
+        population_of(settings)
+    named = settings.model_copy(update={"columns": "user=uid,item=skus,time=ts,action=event", "actions": "view=1"})
+    with pytest.raises(RelayError, match=r"--set traffic\.columns=item=skus: there is no such column"):
+        population_of(named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from relaygr.runtime.errors import RelayError
 from relaygr.schemas.messages import Behaviours, History
 from relaygr.traffic.settings import TrafficSettings
 
+_OPTION = re.compile(r"--(columns|actions)( (?=\w+=))?")
 _EPOCH_MS = 1_700_000_000_000
 _GAP_MS = 60_000
 KEPT_SEQUENCES = 4096
@@ -174,3 +176,10 @@ def population_of(settings: TrafficSettings) -> Population:
         return longest_users(read_interactions(settings.interactions, log_map=names), settings)
     except ValueError as error:
         raise RelayError(f"{settings.interactions}: {error}") from error
+    except RelayError as error:
+        raise RelayError(_OPTION.sub(_setting, str(error))) from error
+
+
+def _setting(option: re.Match[str]) -> str:
+    """An option of `publish history`, which texts about logs name, as demo and traffic have it."""
+    return f"--set traffic.{option[1]}{'=' * bool(option[2])}"
