@@ -425,3 +425,6 @@ def test_a_log_with_other_columns_is_told_the_setting_that_names_them(tmp_path: 
     named = settings.model_copy(update={"columns": "user=uid,item=skus,time=ts,action=event", "actions": "view=1"})
     with pytest.raises(RelayError, match=r"--set traffic\.columns=item=skus: there is no such column"):
         population_of(named)
+    log.write_text("user_id,item_id,timestamp\nann,1,27.11.2026\nann,2,28.11.2026\n")
+    with pytest.raises(RelayError, match=r"no user with at least two .* 2 lines are left out .*line 2: timestamp is"):
+        population_of(settings)

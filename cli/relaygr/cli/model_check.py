@@ -241,11 +241,7 @@ def _read_sample(
     ranker = engine if isinstance(engine, RankerEngine) and engine.record is not None else None
     known = KnownModel(model) if ranker is None else KnownModel(model, ranker.record, ranker.vocabulary)
     read, random = read_interactions(path, log_map=named_log(columns, actions, model)), np.random.default_rng(0)
-    notes = [
-        f"{len(bad)} lines are left out as bad; the first is line {bad[0].number}: {bad[0].reason}"
-        for bad in (read.report.bad_lines,)
-        if bad
-    ]
+    notes = [read.report.left_out] if read.report.bad_lines else []
     if not read.users:
         raise RelayError(". ".join((f"{path} contains no interactions", *notes)) + ".")
     for note in (*notes, *known.check_log(read)):

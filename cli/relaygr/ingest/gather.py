@@ -209,6 +209,14 @@ class ReadReport:
     """Percentile (50, 90, 99, 100) -> behaviours of a user; empty without users."""
     notes: tuple[str, ...]
 
+    @property
+    def left_out(self) -> str:
+        """What is said of the bad lines where they are not listed; empty without any."""
+        if not self.bad_lines:
+            return ""
+        first = self.bad_lines[0]
+        return f"{len(self.bad_lines)} lines are left out as bad; the first is line {first.number}: {first.reason}"
+
 
 @dataclass(frozen=True, slots=True)
 class Interactions:

@@ -146,7 +146,8 @@ def longest_users(interactions: Interactions, settings: TrafficSettings) -> LogP
     ordered = sorted(range(len(interactions.users)), key=lambda index: -len(interactions.of(index)))
     chosen = [index for index in ordered[: settings.users] if len(interactions.of(index)) > 1]
     if not chosen:
-        raise ValueError("the log contains no user with at least two behaviours")
+        text = "the log contains no user with at least two behaviours"
+        raise ValueError(": ".join(filter(None, (text, interactions.report.left_out))))
     whole, most = [interactions.of(index) for index in chosen], settings.history_max + settings.suffix
     sequences = [each[max(0, len(each) - most) :] for each in whole]
     return LogPopulation(
