@@ -30,7 +30,7 @@ def log_of(lengths: list[int], items: list[int] | None = None) -> Log:
 
 
 def test_a_log_without_times_is_refused() -> None:
-    with pytest.raises(RelayError, match="no time of the behaviours"):
+    with pytest.raises(RelayError, match=r"no time of the behaviours.*--columns time=NAME"):
         usable(replace(log_of([9, 9]), has_times=False))
 
 

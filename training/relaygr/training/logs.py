@@ -153,7 +153,7 @@ def usable(log: Log) -> Log:
     if not log.has_times:
         raise RelayError(
             "The log has no time of the behaviours, so nothing in it comes before anything else: a split into training "
-            "and test would be arbitrary. Add a column of times (docs/publishing.md names the known layouts)."
+            "and test would be arbitrary. Name the column of times by --columns time=NAME, or add one."
         )
     lengths = log.lengths
     kept = lengths >= MIN_BEHAVIOURS
