@@ -112,6 +112,7 @@ class TestScores:
             ("HasTooFewScores", r"rank returned scores \[19, 1\], not \[20, 1\]"),
             ("HasTooFewRows", r"prefix returned K \[1, 19, 12\], not \[1, 20, 12\]"),
             ("LacksALayer", "K,V of 1 layers, not of 2"),
+            ("ReturnsNothing", "prefix returned a NoneType in place of Computed"),
             ("LacksStates", "no states, its shape has 12 a row"),
             ("FailsForSomeItems", "rank raised ZeroDivisionError: no such item"),
             # It would end the device thread without a word.
@@ -165,6 +166,7 @@ class TestFolder:
             (f"{MODULE}:ExitsWhenMade", "cannot be made from .*SystemExit: 2"),
             ("exits_at_import:Ours", "cannot be imported: SystemExit: 2"),
             (f"{MODULE}:HasNoRoomForStates", "state_dim 25: its size must be 0 to 24"),
+            (f"{MODULE}:ListsItsTasks", r"the tasks \['click'\]: it must be a tuple"),
             (f"{MODULE}:ForgetsItsFolder", r"ForgetsItsFolder does not keep .*call `super\(\).__init__\(folder\)`"),
             # Batch norm would compute other scores than those that were evaluated, and the same ones each time.
             (f"{MODULE}:IsAModule", r"IsAModule\.head\.1 \(BatchNorm1d\) is in training mode.*`\.eval\(\)`"),

@@ -294,8 +294,18 @@ class LacksStates(Decoder):
         return Computed(super().prefix(history, start, end, past).layers)
 
 
+class ReturnsNothing(Decoder):
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        return None  # type: ignore[return-value]
+
+
 class HasNoRoomForStates(Decoder):
     state_dim = 2 * DIM + 1
+
+
+class ListsItsTasks(Decoder):
+    def shape(self) -> Shape:
+        return replace(super().shape(), tasks=["click"])  # type: ignore[arg-type]
 
 
 class CannotBeMade(Decoder):

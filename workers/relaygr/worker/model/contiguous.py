@@ -82,6 +82,8 @@ class ContiguousRanker(PagedRanker):
     def _checked(self, computed: Computed, rows: int) -> list[Kv]:
         """K,V of all layers, and the states as those of one more. Raises RankerError for another form."""
         shape = self._shape
+        if not isinstance(computed, Computed):
+            raise RankerError(f"{self._name}.prefix returned a {type(computed).__name__} in place of Computed")
         layers = list(computed.layers)
         if len(layers) != shape.layers:
             raise RankerError(f"{self._name}.prefix returned K,V of {len(layers)} layers, not of {shape.layers}")

@@ -157,9 +157,8 @@ def require_sizes(name: str, shape: Shape) -> None:
         size = len(value) if isinstance(value, tuple) else value
         least, largest = int(field.name not in may_be_none), most.get(field.name, 2**31)
         if not isinstance(size, int) or not least <= size <= largest:
-            raise RelayError(
-                f"The ranker {name} has the {field.name} {value!r}: its size must be {least} to {largest:,}."
-            )
+            needed = "it must be a tuple" if isinstance(value, list) else f"its size must be {least} to {largest:,}"
+            raise RelayError(f"The ranker {name} has the {field.name} {value!r}: {needed}.")
 
 
 def read_ranker(folder: Path, record: RankerRecord | None = None) -> RankerFolder:
