@@ -163,6 +163,13 @@ class TestCommand:
         assert "HasTooFewScores.rank returned scores" in said
         assert "Traceback" not in said
 
+    def test_a_ranker_that_raises_for_an_item_that_it_does_not_know_is_told_so(self, tmp_path: Path) -> None:
+        """It passed, and the worker refused it at its start with the words of the look-up alone."""
+        code, said = self.check(write_folder(tmp_path, "HasNoRowForUnknownItems"))
+        assert code == 1
+        assert "prefix raised IndexError: index out of range in self. It was given items and actions that it" in said
+        assert "give them a row of their own" in said
+
     @pytest.mark.usefixtures("exact_int8")
     def test_without_a_given_type_each_is_measured_and_what_can_not_run_is_said(self, tmp_path: Path) -> None:
         limits = ("--max-score-error", "0", "--users", "2")

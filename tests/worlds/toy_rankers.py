@@ -239,6 +239,14 @@ class IgnoresTheHistory(Decoder):
         return self.weights["items"][candidates.clamp(0, ITEMS)].sum(1, keepdim=True)
 
 
+class HasNoRowForUnknownItems(Decoder):
+    """A table whose look-up raises for any other id."""
+
+    def rows_of(self, history: History, start: int, end: int, first_place: int, total: int) -> torch.Tensor:
+        rows = nn.functional.embedding(history.items[start:end], self.weights["items"])
+        return rows + self.weights["places"][self.places(first_place, end - start, total)]
+
+
 class DrawsLots(Decoder):
     def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
         scores = super().rank(suffix, candidates, past, state)

@@ -20,7 +20,7 @@ from relaygr.schemas.messages import Behaviours
 from relaygr.worker.measuring import bind_own_arena
 from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.interface import Engine, PrefixChunk, RankInputs
-from relaygr.worker.score_error import SampleUser, Scores, scales
+from relaygr.worker.score_error import SampleUser, Scores, scales, unknown_inputs, unknown_user, with_unknown
 
 TOLERANCE = 1e-4
 """A share of the spread of scores. Sums in float32 in another order differ by some 1e-6."""
@@ -145,7 +145,7 @@ class ModelCheck:
         claimed = self._engine.rules
         longest_suffix = min(_SUFFIX, self._engine.limits.max_suffix_behaviours)
         before = [self._scores(user, _Way(length)) for user, length in self._first_cases()]
-        yield self._finding(Rule.FINITE, self._finite)
+        yield self._finite_scores()
         yield self._finding(Rule.DETERMINISTIC, self._against(_Way))
         yield self._reads_histories()
         yield self._finding(Rule.CANDIDATES, self._fewer_candidates)
@@ -202,6 +202,16 @@ class ModelCheck:
             if not error <= self._tolerance:
                 return Finding(Rule.HISTORY, tried, error, longest=longest)
         return Finding(Rule.HISTORY, tried, worst, "every history", longest)
+
+    def _finite_scores(self) -> Finding:
+        """Also with items and actions that the model does not know: a catalogue has new ones each day."""
+        user = unknown_user(self._lengths[-1])
+        with unknown_inputs():
+            request = self._request(user, _Way(len(user.behaviours)), with_unknown(self._candidates), 0)
+            scores = self._engine.rank([request])[0].scores
+        if not np.isfinite(scores).all():
+            return Finding(Rule.FINITE, 1, float("nan"), "unknown items and actions", len(user.behaviours))
+        return self._finding(Rule.FINITE, self._finite)
 
     def _finite(self, index: int, length: int) -> float:
         return 0.0 if np.isfinite(self._scores(self._users[index], _Way(length))).all() else float("nan")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from relaygr.worker.model.engine import build_engine, load_model
 from relaygr.worker.model.inference import FullRequest, full_inference
 from relaygr.worker.model.interface import Engine
 from relaygr.worker.model.options import ComputeDtype
+from relaygr.worker.model.rankers import RankerError
 
 TOP_K = 10
 MADE_USERS = 16
@@ -44,6 +46,10 @@ _SAMPLED_ITEMS = 4096
 """The whole vocabulary of a large model would take much memory."""
 LEAST_SPREAD = 2.0**-16
 """A spread of a smaller share of the largest score is rounding: float32 has 24 bits."""
+UNKNOWN_ITEMS = (-1, 2**62)
+"""No model has them. Items whose ids are texts have numbers of that size."""
+UNKNOWN_ACTION = int(np.iinfo(np.uint16).max)
+_UNKNOWN_BEHAVIOURS = 8
 _LONGEST_STEP_MS = 30 * 86_400_000
 _BEGIN_MS = 1_700_000_000_000
 
@@ -63,6 +69,33 @@ class SampleUser:
         times = self.behaviours.timestamps_ms
         query_time_ms = int(times[-1]) + 1 if times.size else _BEGIN_MS
         return FullRequest(self.features, self.behaviours, candidates, query_time_ms)
+
+
+def unknown_user(longest: int) -> SampleUser:
+    """A user whose items and actions are not in the model's tables, without features."""
+    count = min(_UNKNOWN_BEHAVIOURS, longest)
+    behaviours = Behaviours(
+        np.resize(np.array(UNKNOWN_ITEMS), count), np.full(count, UNKNOWN_ACTION, np.uint16), np.zeros(count, np.int64)
+    )
+    return SampleUser(np.empty(0, np.int64), behaviours)
+
+
+def with_unknown(candidates: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The candidates, with items that no model knows in place of the last ones."""
+    return np.append(candidates, UNKNOWN_ITEMS)[-candidates.size :]
+
+
+@contextmanager
+def unknown_inputs() -> Iterator[None]:
+    """Around a computation with them: what a team's ranker raises says what it was given."""
+    try:
+        yield
+    except RankerError as error:
+        raise RankerError(
+            f"{error}. It was given items and actions that it does not know (item {UNKNOWN_ITEMS[0]} or "
+            f"{UNKNOWN_ITEMS[1]}, action {UNKNOWN_ACTION}): new ones come through as they are, so give them a row of "
+            "their own"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

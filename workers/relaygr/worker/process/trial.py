@@ -17,7 +17,6 @@ import numpy as np
 import structlog
 
 from relaygr.runtime.errors import RelayError
-from relaygr.schemas.messages import Behaviours
 from relaygr.worker.history.store import HistoryStore
 from relaygr.worker.kv import DramGeometry, DramKvDtype, KvDtype
 from relaygr.worker.measuring import bind_own_arena
@@ -36,6 +35,9 @@ from relaygr.worker.score_error import (
     measure_dram_error,
     measure_engine_error,
     other_engine,
+    unknown_inputs,
+    unknown_user,
+    with_unknown,
 )
 from relaygr.worker.settings import WorkerSettings
 
@@ -51,9 +53,6 @@ _NOT_CLAIMED: Final = (Rule.HISTORY, Rule.CANDIDATES, Rule.QUERY_TIME)
 """No K,V are used again because of these: to a ranker whose K,V do not depend on the time, none is given."""
 _NARROW: Final = 0.05
 """Types of fewer bits round the K,V of each row when they are stored."""
-_UNKNOWN_BEHAVIOURS: Final = 8
-_NO_ITEM: Final = -1
-_NO_ACTION: Final = np.iinfo(np.uint16).max
 
 
 class DivergedModelError(RelayError):
@@ -66,15 +65,21 @@ def require_finite_scores(engine: Engine, model: Path, store: HistoryStore | Non
     Binds the engine to a new arena, so the caller must bind it again.
     """
     made, candidates = made_sample(engine, _MADE_USERS)
-    users = [*made, _unknown_user(), *(_stored_users(store) if store is not None else ())]
+    users = [*made, *(_stored_users(store) if store is not None else ())]
     longest = min(_LONGEST, engine.limits.max_prefix_behaviours)
     arena = bind_own_arena(engine, longest_tokens=engine.layout.tokens(longest))
     pages = np.arange(arena.shape[0], dtype=np.int32)
-    for user in users:
-        newest = user.behaviours[max(0, len(user.behaviours) - longest) :]
-        request = SampleUser(user.features, newest).request(candidates)
-        # Chunks are so short that another model's requests do not wait long for the device.
-        if not np.isfinite(full_inference(engine, request, pages, _CHUNK_TOKENS).outputs.scores).all():
+    requests = [
+        SampleUser(user.features, user.behaviours[max(0, len(user.behaviours) - longest) :]).request(candidates)
+        for user in users
+    ]
+    # Chunks are so short that another model's requests do not wait long for the device.
+    with unknown_inputs():
+        unknown = unknown_user(longest).request(with_unknown(candidates))
+        found = [full_inference(engine, unknown, pages, _CHUNK_TOKENS)]
+    found += [full_inference(engine, request, pages, _CHUNK_TOKENS) for request in requests]
+    for inference in found:
+        if not np.isfinite(inference.outputs.scores).all():
             raise DivergedModelError(
                 f"The scores of {model} are not finite numbers: its training diverged, or it needs element types with "
                 "a larger range (worker.compute_dtype, worker.kv_dtype). Serve another checkpoint; `relaygr model "
@@ -196,13 +201,6 @@ GATES: Final = (
     Gate("compute", "compute_dtype", "scores by products in int8 are approximate", _products),
     Gate("dram", "dram_kv_dtype", "scores on reloaded prefixes are approximate", _dram_tier),
 )
-
-
-def _unknown_user() -> SampleUser:
-    """A user whose items and actions are not in the model's tables, without features."""
-    count = _UNKNOWN_BEHAVIOURS
-    behaviours = Behaviours(np.full(count, _NO_ITEM), np.full(count, _NO_ACTION, np.uint16), np.zeros(count, np.int64))
-    return SampleUser(np.empty(0, np.int64), behaviours)
 
 
 def _stored_users(store: HistoryStore) -> list[SampleUser]:
