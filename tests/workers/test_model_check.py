@@ -167,8 +167,8 @@ class TestCommand:
         """It passed, and the worker refused it at its start with the words of the look-up alone."""
         code, said = self.check(write_folder(tmp_path, "HasNoRowForUnknownItems"))
         assert code == 1
-        assert "prefix raised IndexError: index out of range in self. It was given items and actions that it" in said
-        assert "give them a row of their own" in said
+        assert "prefix raised IndexError: index out of range in self. It was given what it does not know" in said
+        assert "give what is unknown a row of its own" in said
 
     @pytest.mark.usefixtures("exact_int8")
     def test_without_a_given_type_each_is_measured_and_what_can_not_run_is_said(self, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,18 @@ class TestScores:
         assert engine.unknown_actions(behaviours) == 1
         found = engine.rank_inputs(3, pages_of(engine), behaviours[:1], np.array([5, 999]))
         assert found.unknown_items == 1
+
+    def test_of_a_user_whose_features_are_missing_each_is_minus_one(self, tmp_path: Path) -> None:
+        """A user without a history has none. A ranker would have to expect any number of them."""
+        engine = opened(checked(tmp_path, "ReadsFeatures"))
+
+        def scored(*features: int) -> list[list[float]]:
+            found: list[list[float]] = scores(engine, replace(request(20), features=np.array(features, "<i8"))).tolist()
+            return found
+
+        assert scored() == scored(-1, -1) != scored(2)
+        assert scored(2) == scored(2, -1) != scored(2, 3)
+        assert scored(2, 3) == scored(2, 3, 4)
 
     def test_limits_and_rules_are_kept(self, tmp_path: Path) -> None:
         engine = opened(checked(tmp_path, rules=PrefixRules(grows=False, chunks=False)))

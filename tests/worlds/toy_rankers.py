@@ -247,6 +247,19 @@ class HasNoRowForUnknownItems(Decoder):
         return rows + self.weights["places"][self.places(first_place, end - start, total)]
 
 
+class ReadsFeatures(Decoder):
+    """Two features of the user, which change each row."""
+
+    def shape(self) -> Shape:
+        return replace(super().shape(), feature_cardinalities=(5, 30))
+
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        age, country = history.features.tolist()
+        computed = super().prefix(history, start, end, past)
+        assert computed.states is not None
+        return Computed(computed.layers, computed.states + age + country / 8)
+
+
 class DrawsLots(Decoder):
     def rank(self, suffix: History, candidates: torch.Tensor, past: Past, state: torch.Tensor | None) -> torch.Tensor:
         scores = super().rank(suffix, candidates, past, state)

@@ -77,7 +77,7 @@ class History:
     actions: torch.Tensor
     times_ms: torch.Tensor
     features: torch.Tensor
-    """The user's features, int64 [features]. A suffix has none."""
+    """The user's features, int64 [features]; one that is missing is -1. A suffix has none."""
     query_time_ms: int = 0
     """Of a prefix, 0 unless `model check` found that the prefix depends on it."""
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 @record(frozen=True, slots=True, kw_only=True)
 class HistoryInputs(PrefixInputs):
-    """A prefix as `PagedRanker.prefix_inputs` makes it: the user's features int64 [features], and the behaviours."""
+    """A prefix as `PagedRanker.prefix_inputs` makes it: the user's features int64 [features], of which those that are
+    missing are -1, and the behaviours.
+    """
 
     features: Int64Array
     behaviours: Behaviours
@@ -82,13 +84,15 @@ class PagedRanker(RankerBase):
         return Vocabulary(self.shape().num_items, None if ids is None else np.asarray(ids, np.int64))
 
     @functools.cached_property
-    def _rows(self) -> tuple[int, int]:
+    def _sizes(self) -> tuple[int, int, int]:
         shape = self.shape()
-        return shape.user_rows, shape.rows_per_behaviour
+        return shape.user_rows, shape.rows_per_behaviour, len(shape.feature_cardinalities)
 
     def prefix_inputs(self, features: Int64Array, behaviours: Behaviours, query_time_ms: int) -> PrefixInputs:
         """Looks up a whole prefix, once for all its chunks. `query_time_ms`: 0 unless the prefix depends on it."""
-        user_rows, rows_per_behaviour = self._rows
+        user_rows, rows_per_behaviour, count = self._sizes
+        if features.size != count:
+            features = np.append(features, np.full(count, -1))[:count]
         return HistoryInputs(
             tokens=user_rows + rows_per_behaviour * len(behaviours),
             unknown_items=self.vocabulary.rows(behaviours.items).unknown,

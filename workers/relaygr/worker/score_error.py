@@ -92,9 +92,9 @@ def unknown_inputs() -> Iterator[None]:
         yield
     except RankerError as error:
         raise RankerError(
-            f"{error}. It was given items and actions that it does not know (item {UNKNOWN_ITEMS[0]} or "
-            f"{UNKNOWN_ITEMS[1]}, action {UNKNOWN_ACTION}): new ones come through as they are, so give them a row of "
-            "their own"
+            f"{error}. It was given what it does not know (item {UNKNOWN_ITEMS[0]} or {UNKNOWN_ITEMS[1]}, action "
+            f"{UNKNOWN_ACTION}, feature -1): new items come through as they are, so give what is unknown a row of its "
+            "own"
         ) from error
 
 
