@@ -447,7 +447,8 @@ def test_histories_beyond_the_models_limits_are_refused(tmp_path: Path) -> None:
     done = run(tmp_path, model, write(tmp_path / "requests.jsonl", rows))
     assert done.exit_code == 1
     text = " ".join(done.output.split())
-    assert "Request 4 is too long: 40 prefix behaviours, the model takes 32. Convert with a larger --max-prefix" in text
+    assert "Request 4 is too long: 40 prefix behaviours, the model takes 32. Leave it out, or make the model" in text
+    assert "of a conversion, by --max-prefix" in text
 
 
 def test_ids_outside_the_vocabulary_are_counted(tmp_path: Path) -> None:
