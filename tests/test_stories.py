@@ -61,7 +61,7 @@ def test_each_question_at_a_boundary_has_a_test_that_is_there_or_was_not_tried(b
     assert len(cells) == 4
     for cell in cells:
         tests = re.findall(r"`([^`]+)`", cell)
-        assert (cell == "not tried") != bool(tests), cell
+        assert (cell == "not tried" or cell.startswith("does not arise: ")) != bool(tests), cell
         for path, _, name in (test.partition("::") for test in tests):
             assert name in names_in(ROOT / "tests" / path), cell
 
