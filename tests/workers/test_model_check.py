@@ -9,10 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from relaygr.cli.app import app
+from relaygr.worker import type_check
 from relaygr.worker.kv import KvDtype
 from relaygr.worker.model.checkpoint import random_checkpoint, save_checkpoint
 from relaygr.worker.model.config import PrefixRules
 from relaygr.worker.model.engine import engine_to_check, load_engine
+from relaygr.worker.model.options import ComputeDtype
 from relaygr.worker.model.rankers import RECORD_FILE, read_record
 from relaygr.worker.model_check import Finding, ModelCheck, Rule, rules_found
 from relaygr.worker.score_error import made_sample
@@ -203,6 +205,15 @@ class TestCommand:
         assert code == 1
         assert "not measured: compute_dtype int8 is of our own layers" in said
         assert "can be served, but not with worker.compute_dtype int8; the relay" in said
+
+    def test_a_ranker_that_cannot_run_in_the_default_type_of_the_device_fails_the_check(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The last line said that it can be served, and a worker on a GPU would not have started."""
+        monkeypatch.setattr(type_check, "default_dtypes", lambda _: (KvDtype.BFLOAT16, ComputeDtype.BFLOAT16))
+        code, said = self.check(write_folder(tmp_path, "NeedsFloat32"))
+        assert code == 1
+        assert "can be served, but not with worker.compute_dtype bfloat16; the relay" in said
 
     def test_a_model_that_is_refused_is_tried_in_no_type(self, tmp_path: Path) -> None:
         _, said = self.check(write_folder(tmp_path, "DrawsLots"), "--kv-dtype", "int8")

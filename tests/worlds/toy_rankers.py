@@ -232,6 +232,15 @@ class IgnoresTheSuffix(Decoder):
         return super().rank(History(nothing, nothing, nothing, nothing), candidates, past, state)
 
 
+class NeedsFloat32(Decoder):
+    """Operations of torch that a device has not in all types raise like this."""
+
+    def prefix(self, history: History, start: int, end: int, past: Past) -> Computed:
+        if self.folder.dtype is not torch.float32:
+            raise RuntimeError(f"not implemented for {self.folder.dtype}")
+        return super().prefix(history, start, end, past)
+
+
 class IgnoresTheHistory(Decoder):
     """A port that forgot to read what `rank` is given."""
 

@@ -87,7 +87,7 @@ def check_command(
     """Find out by experiment what a model allows: chunks, histories that grow, later visits, types in fewer bits.
 
     With a type for K,V, the DRAM tier or products, only the types that are given are tried. The exit code is 1 if the
-    model can not be served, or not in a type that was given.
+    model can not be served, or not in a type that was given or is the device's default.
     """
     from relaygr.runtime.logs import configure_logging
     from relaygr.runtime.settings import LogLevel, LogSettings
@@ -110,7 +110,11 @@ def check_command(
             for each in checking.run(types, *tried.sample, types_s, all_of_them=bool(given)):
                 measured.append(each)
                 bars.share(len(measured), each.text)
-    beyond = [each for each in measured if given and not limits.are_kept(each)]
+    beyond = [
+        each
+        for each in measured
+        if (given and not limits.are_kept(each)) or (each.is_refused and checking.is_used(each))
+    ]
     if as_json:
         print_json(_as_json(tried, measured, limits))
     else:

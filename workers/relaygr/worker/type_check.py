@@ -36,6 +36,9 @@ _SETTINGS: Final[dict[type[ServedType], str]] = {
 }
 
 
+_NO_TIME: Final = "No time was left (--minutes)."
+
+
 @dataclass(frozen=True, slots=True)
 class TypeFinding:
     """The result for one type of a setting."""
@@ -49,6 +52,11 @@ class TypeFinding:
     """How many times as many prefixes fit into the same memory."""
     not_measured: str = ""
     """Why, as a sentence."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the model cannot run so."""
+        return self.error is None and self.not_measured != _NO_TIME
 
     @property
     def setting(self) -> str:
@@ -87,6 +95,11 @@ class TypeCheck:
         self._load = load
         self._kept: tuple[KvDtype, ComputeDtype, Engine] | None = None
 
+    def is_used(self, found: TypeFinding) -> bool:
+        """Whether a worker takes this type here, unless it is set to another one."""
+        used: dict[type, ServedType] = {KvDtype: self._kv_dtype, ComputeDtype: self._compute_dtype}
+        return used.get(type(found.dtype)) is found.dtype
+
     def every_type(self) -> list[ServedType]:
         """Each type that loses something."""
         exact = (KvDtype.FLOAT32, exact_kv(self._compute_dtype))
@@ -113,7 +126,7 @@ class TypeCheck:
         for index, dtype in enumerate(types):
             exact, left_s = self._exact(dtype), until_s - time.monotonic()
             if index and left_s <= 0 and not all_of_them:
-                yield TypeFinding(dtype, exact, not_measured="No time was left (--minutes).")
+                yield TypeFinding(dtype, exact, not_measured=_NO_TIME)
                 continue
             try:
                 error, room = self._measure(dtype, exact, users, candidates, left_s / (len(types) - index))
