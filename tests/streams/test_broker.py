@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, check_broker, local_broker
+from relaygr.devbroker import BrokerChoice, LocalBroker, available_brokers, check_broker, local, local_broker
 from relaygr.devbroker.choose import SERVER_SCRIPT, STORAGE_SCRIPT
 from relaygr.devbroker.kafka import kafka_broker
 from relaygr.devbroker.local import free_ports
@@ -237,6 +238,16 @@ def test_free_ports_are_different_and_free() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5
     assert all(refuses(f"127.0.0.1:{port}") for port in ports)
+
+
+def test_no_port_is_given_again_while_whoever_asked_for_it_has_not_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway ended with a port that was in use: it was the one that a worker beside it was about to use."""
+    narrow = range(local._PORTS.start, local._PORTS.start + 40)
+    monkeypatch.setattr(local, "_PORTS", narrow)
+    ours = [*free_ports(4), *free_ports(4)]
+    program = f"from relaygr.devbroker import local; local._PORTS = {narrow!r}; print(local.free_ports(8))"
+    theirs = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert len({*ours, *json.loads(theirs)}) == 16
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -54,24 +55,32 @@ class LocalBroker:
 
 # Below the range of outgoing connections, which could take a port before it is used.
 _PORTS: Final = range(20_000, 32_000)
+_MOST_RESERVED: Final = 64
+_reserved: deque[socket.socket] = deque()
+"""UDP sockets with the numbers of the ports that were given last. A process that starts takes seconds until it listens
+on its port, and another program of ours would be given the same one meanwhile: of thousands, some met.
+"""
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct ports of 127.0.0.1 that are free now.
+    """Distinct ports of 127.0.0.1 that are free now, and that no other call is given while this process has not asked
+    for `_MOST_RESERVED` more.
 
-    Another process may take one before it is used, so the caller must be ready to try again.
+    A program that is not ours may take one before it is used, so the caller must be ready to try again.
     """
-    bound: list[socket.socket] = []
-    try:
-        while len(bound) < count:
-            candidate = socket.socket()
-            try:
-                candidate.bind(("127.0.0.1", random.choice(_PORTS)))
-            except OSError:
-                candidate.close()
-                continue
-            bound.append(candidate)
-        return [int(each.getsockname()[1]) for each in bound]
-    finally:
-        for each in bound:
-            each.close()
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.choice(_PORTS)
+        reserved = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            reserved.bind(("127.0.0.1", port))
+            with socket.socket() as candidate:
+                candidate.bind(("127.0.0.1", port))
+        except OSError:
+            reserved.close()
+            continue
+        _reserved.append(reserved)
+        ports.append(port)
+    while len(_reserved) > max(count, _MOST_RESERVED):
+        _reserved.popleft().close()
+    return ports
