@@ -348,11 +348,13 @@ def print_types(console: Console, measured: Sequence[TypeFinding], limits: Limit
 
 def _print_end(console: Console, model: Path, tried: _Tried, beyond: Sequence[TypeFinding]) -> None:
     """The last line: whether the model can be served, and what the relay is worth with it."""
+    from relaygr.worker.model_check import Rule
+
     if tried.refused:
         broken = ", nor that ".join(each.rule.text for each in tried.refused)
         console.print(f"{model} can not be served: it is not so that {broken}.")
         return
-    if any(each.rule.name == "HISTORY" and not each.holds for each in tried.findings):
+    if any(each.rule is Rule.HISTORY and not each.holds for each in tried.findings):
         worth = "the relay does not pay: no score depends on the history"
     elif tried.times.hit_ms > _LEAST_GAIN * tried.times.full_inference_ms:
         worth = "the relay does not pay: a hit takes about as long as full inference"

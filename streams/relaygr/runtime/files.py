@@ -53,12 +53,8 @@ def write_whole(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    with removed_on_failure(partial):
+    with _moved_to(path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")) as partial:
         partial.write_bytes(content)
-        _sync(partial)
-        partial.replace(path)
-    sync_folder(path.parent)
 
 
 @contextmanager
@@ -66,11 +62,17 @@ def whole_file(path: Path) -> Iterator[Path]:
     """The temporary name under which the caller writes a file. At the end the file gets its own name, for good; after
     an exception it is removed. Raises OSError.
     """
-    partial = partial_of(path)
+    with _moved_to(path, partial_of(path)) as partial:
+        yield partial
+
+
+@contextmanager
+def _moved_to(path: Path, partial: Path) -> Iterator[Path]:
     with removed_on_failure(partial):
         yield partial
         _sync(partial)
-        put_in_place(path)
+        partial.replace(path)
+        sync_folder(path.parent)
 
 
 def remove_partials(folder: Path) -> None:

@@ -210,7 +210,7 @@ class HistoryStore:
     def some_histories(self, count: int) -> list[History]:
         """At most `count` histories, the longest of a bounded number of users.
 
-        Needs no `trust`, since it does not matter which topic they are of. None if one of the users is damaged: whoever
+        Needs no `trust`, since it does not matter which topic they are of. Empty if one of them is damaged: whoever
         follows the partition reads it again.
         """
         try:

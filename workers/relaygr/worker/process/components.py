@@ -93,7 +93,7 @@ class OnEnd:
 
 @dataclass(frozen=True, slots=True)
 class _FollowedHistories:
-    """The executor's view of the history store."""
+    """The history store, as the executor and the slots of a pre-infer worker read it."""
 
     store: HistoryStore
     follower: HistoryFollower
@@ -193,7 +193,7 @@ class Components:
             # An accelerator's streams belong to one thread.
             shares=prepared.engine.device.is_cpu,
         )
-        self.loop: Loop = self._make_slots() if config.is_pre_infer else self._make_loop()
+        self.loop: Loop = self._make_slots(histories) if config.is_pre_infer else self._make_loop()
         self.overflow: ConsumerLoop | None = None
         self._peer_reader: FleetReader | None = None
         if self.diverter is not None:
@@ -323,7 +323,7 @@ class Components:
             scenarios=self._config.scenarios,
         )
 
-    def _make_slots(self) -> SlotLoop:
+    def _make_slots(self, histories: _FollowedHistories) -> SlotLoop:
         kafka, prepared, pool = self._config.kafka, self._prepared, self._pool
         rules = prepared.engine.rules
         if pool is None or not (rules.grows and rules.is_reusable):
@@ -346,7 +346,7 @@ class Components:
             executor=self.executor,
             cache=self.cache,
             pool=pool,
-            histories=_FollowedHistories(prepared.store, self.follower, self._config.kafka.partitions),
+            histories=histories,
             producer=prepared.producer,
             dead_letters=self._session.dead_letters,
             clock=self._clock,
